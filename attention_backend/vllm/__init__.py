@@ -1,0 +1,1 @@
+"""The attention backend `SDPA_VARLEN` as vLLM sees it."""

@@ -1,0 +1,68 @@
+"""Small random models whose greedy text varies (untied weights) and tells wrong attention."""
+
+from pathlib import Path
+
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
+
+VOCAB = 512
+WINDOW = 64
+
+
+def gemma3_like(folder: Path) -> Path:
+    """Six ring layers (window 64) and two flat ones, head size 32, group size 2."""
+    torch.manual_seed(7)
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=WINDOW,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return _save(Gemma3ForCausalLM(config), folder)
+
+
+def mistral_like(folder: Path) -> Path:
+    """Four ring layers (window 64) and nothing else, head size 32, group size 3."""
+    torch.manual_seed(11)
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=WINDOW,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return _save(MistralForCausalLM(config), folder)
+
+
+def _save(model: torch.nn.Module, folder: Path) -> Path:
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Strong attention: with the usual small weights every key weighs the same.
+            if weight.dim() == 2:
+                weight.normal_(0, 0.3 if "_proj" in name else 1.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def prompts(lengths: list[int], seed: int = 3) -> list[list[int]]:
+    """Random token ids, one list for each length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
