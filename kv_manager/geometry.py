@@ -92,10 +92,6 @@ class RegionGeometry:
         """Rows that lie wholly inside the first pages of a column."""
         return min(self.rows, pages * self.page_size // self.row_bytes)
 
-    def wrapped(self, high: int) -> bool:
-        """Whether rows were reused once positions 0 .. high-1 had been written."""
-        return high > self.rows
-
     def slot_runs(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """Slots of positions [start, end) as at most two half-open runs."""
         if end - start >= self.rows:

@@ -1,7 +1,7 @@
 """What a column store promises. Kernels take its strided views and nothing else."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import ClassVar, Self
 
@@ -16,9 +16,10 @@ __all__ = ["ColumnStore"]
 class ColumnStore(ABC):
     """Memory of all columns. Column 0 (scratch) is backed for one row from the start.
 
-    Lengths belong to the caller. What a store keeps for each column is its high-water mark, the
-    largest ``end`` ever prepared: it tells whether a ring has wrapped. Not thread-safe. A store
-    is a context manager that closes itself.
+    Lengths and ring floors belong to the caller; a store keeps of each column how far it was
+    prepared. It needs not know whether a ring has wrapped: positions below a length n sit in the
+    first min(n, rows) rows either way. Not thread-safe. A store is a context manager that closes
+    itself.
     """
 
     stable_views: ClassVar[bool]
@@ -66,16 +67,17 @@ class ColumnStore(ABC):
 
     @abstractmethod
     def clone(self, src: int, dst: int, n_rows: int) -> None:
-        """Give the empty column ``dst`` the first n_rows positions of ``src``.
+        """Give the empty column ``dst`` the positions [0, n_rows) of ``src``.
 
-        A ring that wrapped is taken over whole. Raises StoreError when ``dst`` is in use.
+        Of a ring that wrapped these are the ones that its rows still hold. Raises StoreError when
+        ``dst`` is in use or ``src`` was not prepared that far.
         """
 
     @abstractmethod
     def shrink(self, col: int, length: int) -> None:
-        """After a rewind: give back whole pages (or rows) that hold no row below ``length``.
+        """After a rewind: give back whole pages (or rows) that hold no position below ``length``.
 
-        A ring that wrapped keeps all its rows.
+        Rewinding a ring below its floor is for the caller to refuse.
         """
 
     @property
@@ -107,6 +109,14 @@ class ColumnStore(ABC):
             raise StoreError(
                 f"{call}: column is {col}; sequences own columns 1 to {self.geometry.max_seqs}"
             )
+
+    def _check_clone(self, src: int, dst: int, n_rows: int, ends: Sequence[int]) -> None:
+        self._check_col("clone", src)
+        self._check_col("clone", dst)
+        if not 0 <= n_rows <= ends[src]:
+            raise StoreError(f"clone: n_rows is {n_rows}, column {src} holds at most {ends[src]}")
+        if ends[dst]:
+            raise StoreError(f"clone: column {dst} is in use; release it first")
 
     def _check_range(self, call: str, col: int, start: int, end: int) -> None:
         if not 0 <= col < self.geometry.cols:

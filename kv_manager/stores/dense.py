@@ -17,8 +17,8 @@ class DenseStore(ColumnStore):
 
     Grows by GROWTH_ROWS rows with a copy, layer by layer, so a growing layer is there twice for a
     moment. ``layer_view`` must be taken anew after each call that changes the store. Pages are
-    the tensors' bytes divided by the page size. Rows of a column beyond its high-water mark are
-    zero. Nothing is shared: a clone copies bytes. Works on the CPU.
+    the tensors' bytes divided by the page size. Rows of a column beyond the end of what
+    was prepared are zero. Nothing is shared: a clone copies bytes. Works on the CPU.
     """
 
     stable_views: ClassVar[bool] = False
@@ -27,10 +27,10 @@ class DenseStore(ColumnStore):
 
     def __init__(self, geometry: CacheGeometry) -> None:
         super().__init__(geometry)
-        self._high = [0] * geometry.cols
+        self._end = [0] * geometry.cols
         self._tensors: dict[str, torch.Tensor] = {}
         self._resize(1)
-        self._high[SCRATCH_COLUMN] = 1
+        self._end[SCRATCH_COLUMN] = 1
 
     def layer_view(self, layer: str) -> torch.Tensor:
         self._check_open("layer_view")
@@ -39,19 +39,19 @@ class DenseStore(ColumnStore):
 
     def pages_needed(self, wants: Mapping[int, tuple[int, int]]) -> int:
         self._check_open("pages_needed")
-        high = max(self._high)
+        longest = max(self._end)
         for col, (start, end) in wants.items():
             self._check_range("pages_needed", col, start, end)
-            high = max(high, end)
-        return max(0, self._pages_of(high) - self.committed_pages)
+            longest = max(longest, end)
+        return max(0, self._pages_of(longest) - self.committed_pages)
 
     def prepare_write(self, col: int, start: int, end: int) -> None:
         self._check_open("prepare_write")
         self._check_range("prepare_write", col, start, end)
-        if end > self._high[col]:
-            if end > max(self._high):
+        if end > self._end[col]:
+            if end > max(self._end):
                 self._resize(end)
-            self._high[col] = end
+            self._end[col] = end
 
     def prepare_writes(self, wants: Mapping[int, tuple[int, int]]) -> None:
         for col, (start, end) in wants.items():
@@ -64,34 +64,26 @@ class DenseStore(ColumnStore):
         self._check_open("release")
         self._check_col("release", col)
         self._clear(col, 0)
-        self._high[col] = 0
-        self._resize(max(self._high))
+        self._end[col] = 0
+        self._resize(max(self._end))
 
     def clone(self, src: int, dst: int, n_rows: int) -> None:
         self._check_open("clone")
-        self._check_col("clone", src)
-        self._check_col("clone", dst)
-        high = self._high[src]
-        if not 0 <= n_rows <= high:
-            raise StoreError(f"clone: n_rows is {n_rows}, column {src} holds at most {high}")
-        if self._high[dst]:
-            raise StoreError(f"clone: column {dst} is in use; release it first")
+        self._check_clone(src, dst, n_rows, self._end)
         for region in self.geometry.regions:
-            count = region.rows if region.wrapped(high) else n_rows
             for layer in region.layers:
-                rows = self._tensors[layer][:count]
+                rows = self._tensors[layer][: min(n_rows, region.rows)]
                 rows[:, dst] = rows[:, src]
-        self._high[dst] = self.geometry.high_after_rewind(high, n_rows)
+        self._end[dst] = n_rows
 
     def shrink(self, col: int, length: int) -> None:
         self._check_open("shrink")
         self._check_col("shrink", col)
         self._check_range("shrink", col, 0, length)
-        high = self._high[col]
-        if length < high:
+        if length < self._end[col]:
             self._clear(col, length)
-            self._high[col] = self.geometry.high_after_rewind(high, length)
-            self._resize(max(self._high))
+            self._end[col] = length
+            self._resize(max(self._end))
 
     @property
     def committed_pages(self) -> int:
@@ -106,23 +98,23 @@ class DenseStore(ColumnStore):
         """Drop the tensors. A view that is still about keeps its own tensor alive."""
         self._tensors = {}
 
-    def _rows(self, region: RegionGeometry, high: int) -> int:
-        if high <= 1:
+    def _rows(self, region: RegionGeometry, longest: int) -> int:
+        if longest <= 1:
             return 1  # the scratch column's
         step = -(-self.GROWTH_ROWS // region.growth_rows) * region.growth_rows
-        return min(-(-high // step) * step, region.rows)
+        return min(-(-longest // step) * step, region.rows)
 
-    def _pages_of(self, high: int) -> int:
-        row_bytes = (r.row_bytes * r.cols * self._rows(r, high) for r in self.geometry.regions)
+    def _pages_of(self, longest: int) -> int:
+        row_bytes = (r.row_bytes * r.cols * self._rows(r, longest) for r in self.geometry.regions)
         return self._whole_pages(sum(row_bytes))
 
     def _whole_pages(self, nbytes: int) -> int:
         return -(-nbytes // self.geometry.page_size)
 
-    def _resize(self, high: int) -> None:
-        """Give every layer the rows that a longest sequence of ``high`` tokens needs."""
+    def _resize(self, longest: int) -> None:
+        """Give every layer the rows that a longest sequence of so many tokens needs."""
         for region in self.geometry.regions:
-            rows = self._rows(region, high)
+            rows = self._rows(region, longest)
             for layer in region.layers:
                 old = self._tensors.get(layer)
                 if old is None or old.shape[0] != rows:
@@ -145,12 +137,10 @@ class DenseStore(ColumnStore):
         return new
 
     def _clear(self, col: int, length: int) -> None:
-        """Zero the rows of positions from ``length`` on; a ring that wrapped only as a whole."""
-        high = self._high[col]
+        """Zero the rows that hold no position below ``length``."""
         for region in self.geometry.regions:
-            if length == 0 or not region.wrapped(high):
-                for layer in region.layers:
-                    self._tensors[layer][length : min(high, region.rows), col] = 0
+            for layer in region.layers:
+                self._tensors[layer][length : min(self._end[col], region.rows), col] = 0
 
     def _check_open(self, call: str) -> None:
         if not self._tensors:

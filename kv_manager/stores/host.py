@@ -36,9 +36,9 @@ class HostStore(ColumnStore):
                 f"{mmap.PAGESIZE}, the operating system's page"
             )
         self._closed = False
-        # For each column: the high-water mark, and positions [low, ready) that can be written
-        # without any work, because their pages are there and in no other column.
-        self._high = [0] * geometry.cols
+        # For each column: the end of what was prepared, and positions [low, ready) that can be
+        # written without any work, because their pages are there and in no other column.
+        self._end = [0] * geometry.cols
         self._low = [0] * geometry.cols
         self._ready = [0] * geometry.cols
         self._regions = [HostRegion(region) for region in geometry.regions]
@@ -64,8 +64,8 @@ class HostStore(ColumnStore):
     def prepare_write(self, col: int, start: int, end: int) -> None:
         if not self._is_ready(col, start, end):
             self._back(col, start, end)
-        if end > self._high[col]:
-            self._high[col] = end
+        if end > self._end[col]:
+            self._end[col] = end
 
     def _is_ready(self, col: int, start: int, end: int) -> bool:
         """Whether the positions can be written as things are; true for most decode steps."""
@@ -92,29 +92,18 @@ class HostStore(ColumnStore):
         self._check_col("release", col)
         for region in self._regions:
             region.truncate(col, 0)
-        self._high[col] = self._low[col] = self._ready[col] = 0
+        self._end[col] = self._low[col] = self._ready[col] = 0
 
     def clone(self, src: int, dst: int, n_rows: int) -> None:
         self._check_open("clone")
-        self._check_col("clone", src)
-        self._check_col("clone", dst)
-        if not 0 <= n_rows <= self._high[src]:
-            raise StoreError(
-                f"clone: n_rows is {n_rows}, column {src} holds at most {self._high[src]}"
-            )
-        if self._high[dst] or any(region.table.pages[dst] for region in self._regions):
-            raise StoreError(f"clone: column {dst} is in use; release it first")
-        high = self._high[src]
+        self._check_clone(src, dst, n_rows, self._end)
         try:
             for region in self._regions:
-                shape, pages = region.geometry, region.table.pages[src]
-                whole = shape.wrapped(high)
-                count = len(pages) if whole else min(len(pages), shape.pages_for(n_rows))
-                region.share(src, dst, count)
+                region.share(src, dst, n_rows)
         except StoreError:
             self.release(dst)
             raise
-        self._high[dst] = self.geometry.high_after_rewind(high, n_rows)
+        self._end[dst] = n_rows
         for col in (src, dst):
             self._low[col] = self._ready[col] = 0
 
@@ -122,11 +111,9 @@ class HostStore(ColumnStore):
         self._check_open("shrink")
         self._check_col("shrink", col)
         self._check_range("shrink", col, 0, length)
-        high = self._high[col]
         for region in self._regions:
-            if not region.geometry.wrapped(high):
-                region.truncate(col, region.geometry.pages_for(length))
-        self._high[col] = self.geometry.high_after_rewind(high, min(high, length))
+            region.truncate(col, length)
+        self._end[col] = min(self._end[col], length)
         self._ready[col] = min(self._ready[col], self._backed_positions(col))
 
     @property

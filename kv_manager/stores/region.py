@@ -83,23 +83,25 @@ class HostRegion:
                 self._map_or_free(col, index, page, 1)
                 self.table.replace_shared(col, index, page)
 
-    def truncate(self, col: int, keep: int) -> None:
-        """Take all but the first ``keep`` pages from a column, and free those nobody else holds."""
+    def truncate(self, col: int, length: int) -> None:
+        """Take the pages that hold no position below ``length``; free those nobody else holds."""
+        keep = self.geometry.pages_for(length)
         count = len(self.table.pages[col]) - keep
         if count <= 0:
             return
         size = self.geometry.page_size
         libc.reserve_again(self._address(col, keep), count * size)
-        for first, length in runs(self.table.truncate(col, keep)):
-            libc.punch(self._fd, first * size, length * size)
+        for first, freed in runs(self.table.truncate(col, keep)):
+            libc.punch(self._fd, first * size, freed * size)
 
-    def share(self, src: int, dst: int, count: int) -> None:
-        """Map the first ``count`` pages of ``src`` at the start of the empty ``dst`` too."""
-        index = 0
+    def share(self, src: int, dst: int, length: int) -> None:
+        """Map the pages of ``src`` that hold positions [0, length) in the empty ``dst`` too."""
+        pages = self.table.pages[src][: self.geometry.pages_for(length)]
+        index, count = 0, len(pages)
         try:
-            for first, length in runs(self.table.pages[src][:count]):
-                self._map(dst, index, first, length)
-                index += length
+            for first, run in runs(pages):
+                self._map(dst, index, first, run)
+                index += run
         except StoreError:
             libc.reserve_again(self._address(dst, 0), count * self.geometry.page_size)
             raise

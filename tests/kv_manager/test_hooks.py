@@ -1,6 +1,6 @@
 """Stores and kernels are found through the hooks; each failure names its cause."""
 
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from types import SimpleNamespace
 
 import pluggy
@@ -66,6 +66,21 @@ def test_something_that_is_no_store_is_refused(
         hooks.store_class("host", manager)
 
 
+def test_kernels_have_a_hook_of_their_own(manager: pluggy.PluginManager) -> None:
+    with pytest.raises(ConfigError, match="unknown attention kernel 'host'; known are: none"):
+        hooks.kernel_class("host", manager)
+
+
+def test_a_plugin_with_a_misspelt_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    misspelt = SimpleNamespace(kv_column_stores=hooks.hookimpl(lambda: {}))
+    monkeypatch.setattr(EntryPoint, "load", lambda self: misspelt)
+    entry_point(monkeypatch, "theirs.module")
+    with pytest.raises(
+        ConfigError, match=r"entry point 'theirs' .* unknown hook 'kv_column_stores'"
+    ):
+        hooks.load_entry_points(hooks.new_plugin_manager())
+
+
 def entry_point(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint(name="theirs", value=value, group=hooks.PROJECT)
     monkeypatch.setattr(hooks, "entry_points", lambda group: EntryPoints([entry]))
@@ -87,5 +102,5 @@ def test_an_entry_point_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_distribution_declares_its_own_stores_as_an_entry_point() -> None:
-    found = {entry.name: entry for entry in hooks.entry_points(group=hooks.PROJECT)}
+    found = {entry.name: entry for entry in entry_points(group=hooks.PROJECT)}
     assert found["builtin_stores"].load() is stores

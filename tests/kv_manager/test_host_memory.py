@@ -331,7 +331,7 @@ def test_a_page_size_below_the_systems_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_system_without_memfd_is_told_of_the_other_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(libc.sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(StoreError, match="memfd is not available on darwin; use the store 'dense'"):
         HostStore(GEOMETRY)
 

@@ -38,7 +38,7 @@ def test_an_owner_that_appears_twice_goes_on_where_it_stopped() -> None:
 
 def test_an_empty_step_is_a_plan_without_segments() -> None:
     plan = pad_step(plan_step([], {1: 3}, GEOMETRY), 5)
-    assert plan.seq_info == plan.writes == ()
+    assert (plan.seq_info, plan.writes) == ((), ())
     assert plan.seq_cols == plan.positions == (0,) * 5
 
 

@@ -178,28 +178,57 @@ def test_a_write_after_a_clone_is_seen_by_the_writer_alone(store: ColumnStore, w
     assert all(holds(store, other, p, 6 + 100 * p) for p in range(7, 12))
 
 
+@pytest.mark.parametrize("writer", [1, 3], ids=["source writes", "clone writes"])
 @pytest.mark.parametrize("start", [15, 22], ids=["one run of slots", "over the end of both rings"])
-def test_a_write_over_the_end_of_a_shared_ring_copies_both_ends(
-    store: ColumnStore, start: int
+def test_a_write_into_a_shared_ring_leaves_the_other_what_it_held(
+    store: ColumnStore, start: int, writer: int
 ) -> None:
     fill(store, 1, 0, start)
     store.clone(1, 3, start)
-    store.prepare_write(3, start, start + 4)
+    store.prepare_write(writer, start, start + 4)
     for position in range(start, start + 4):
-        write(store, 3, position, 50 + position)
-    assert all(holds(store, 3, p, 50 + p) for p in range(start, start + 4))
-    assert all(holds(store, 1, p, 100 * p) for p in range(start - 8, start))
+        write(store, writer, position, 50 + position)
+    assert all(holds(store, writer, p, 50 + p) for p in range(start, start + 4))
+    assert all(holds(store, 4 - writer, p, 100 * p) for p in range(start - 8, start))
 
 
-def test_a_clone_rewound_and_written_leaves_earlier_rows_of_its_source(store: ColumnStore) -> None:
+@pytest.mark.parametrize("writer", [1, 3], ids=["source goes back", "clone goes back"])
+def test_a_sequence_that_goes_back_and_on_leaves_the_other_its_rows(
+    store: ColumnStore, writer: int
+) -> None:
     fill(store, 1, 0, 7)
     store.clone(1, 3, 7)
-    fill(store, 3, 7, 8, base=1)
-    store.shrink(3, 2)
-    fill(store, 3, 2, 8, base=9)
-    assert all(holds(store, 1, p, 100 * p) for p in range(7))
-    assert all(holds(store, 3, p, 100 * p) for p in range(2))
-    assert all(holds(store, 3, p, 9 + 100 * p) for p in range(2, 8))
+    fill(store, writer, 7, 8, base=1)
+    store.shrink(writer, 2)
+    fill(store, writer, 2, 8, base=9)
+    assert all(holds(store, 4 - writer, p, 100 * p) for p in range(7))
+    assert all(holds(store, writer, p, 100 * p) for p in range(2))
+    assert all(holds(store, writer, p, 9 + 100 * p) for p in range(2, 8))
+
+
+@pytest.mark.parametrize("how", ["release", "shrink"])
+def test_an_emptied_column_takes_its_pages_anew(store: ColumnStore, how: str) -> None:
+    fill(store, 1, 0, 7)
+    pages = store.committed_pages
+    if how == "release":
+        store.release(1)
+    else:
+        store.shrink(1, 0)
+    assert store.committed_pages < pages
+    assert store.pages_needed({1: (0, 7)}) == pages - store.committed_pages
+    store.prepare_write(1, 0, 7)
+    assert store.committed_pages == pages
+
+
+def test_rows_given_up_by_a_rewind_cannot_be_cloned(store: ColumnStore) -> None:
+    fill(store, 1, 0, 7)
+    store.shrink(1, 3)
+    with pytest.raises(StoreError, match="n_rows is 4, column 1 holds at most 3"):
+        store.clone(1, 2, 4)
+    store.shrink(1, 0)
+    fill(store, 2, 0, 5)
+    store.clone(2, 1, 5)
+    assert all(holds(store, 1, p, 100 * p) for p in range(5))
 
 
 def test_clones_of_clones_are_independent(store: ColumnStore) -> None:
@@ -236,14 +265,25 @@ def test_shrink_gives_back_whole_pages_and_keeps_live_rows(host: HostStore) -> N
     assert host.committed_pages == GEOMETRY.scratch_pages
 
 
-def test_a_wrapped_ring_keeps_all_its_rows_when_shrunk(host: HostStore) -> None:
-    fill(host, 1, 0, 14)  # ring5 has wrapped, ring11 is full
-    host.shrink(1, 10)
-    flat, small, large = (region.pages_for(10) for region in GEOMETRY.regions)
-    assert small == GEOMETRY.regions[1].pages_per_column
-    assert host.committed_pages == GEOMETRY.scratch_pages + flat + small + large
-    assert large < GEOMETRY.regions[2].pages_per_column
-    assert all(holds(host, 1, p, 100 * p) for p in range(6, 10))
+@pytest.mark.parametrize(
+    ("written", "length"), [(9, 5), (12, 8), (14, 10)], ids=["one row lost", "full", "beyond"]
+)
+def test_a_wrapped_ring_that_is_shrunk_or_cloned_keeps_what_it_still_needs(
+    store: ColumnStore, written: int, length: int
+) -> None:
+    """The ring of 8 rows has wrapped, its window of 5 needs the last 4 positions."""
+    fill(store, 1, 0, written)
+    store.clone(1, 2, length)
+    store.shrink(1, length)
+    if isinstance(store, HostStore):
+        pages = GEOMETRY.scratch_pages + GEOMETRY.pages_for(length)
+        assert store.committed_pages == pages
+    for col in (1, 2):
+        assert all(holds(store, col, p, 100 * p) for p in range(length - 4, length))
+    fill(store, 1, length, length + 4, base=3)
+    fill(store, 2, length, length + 4, base=4)
+    for col, base in ((1, 3), (2, 4)):
+        assert all(holds(store, col, p, base + 100 * p) for p in range(length, length + 4))
 
 
 def test_dense_memory_follows_the_longest_sequence(dense: DenseStore) -> None:
