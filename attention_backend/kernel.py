@@ -1,0 +1,65 @@
+"""What an attention kernel promises."""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from ..kv_manager.tables import StepTables
+
+__all__ = ["AttentionKernel"]
+
+
+class AttentionKernel(ABC):
+    """Slot write and attention over columns, for the device types that it names.
+
+    Caches are K and V of one layer, [rows, cols, H, D] with any strides; position p of a sequence
+    is in row p % rows of its column. Queries are [T, Hq, D] with Hq = H * G; query head h*G + g
+    belongs to KV head h. What ``prepare`` returns is the kernel's own and holds for every layer
+    of the step that has the same rows and window; the caller only passes it on.
+    """
+
+    device_types: ClassVar[tuple[str, ...]]
+    """Values of ``torch.device.type`` that the kernel runs on."""
+
+    @abstractmethod
+    def prepare(self, tables: StepTables, *, rows: int, window: int | None, causal: bool) -> Any:
+        """Work on the step's tables that layers of the same rows and window share.
+
+        rows: rows of the layers' caches, the modulus of slots. window: number of positions that
+        a query sees, its own included; None for all. causal: False lets every query of a segment
+        see all of the segment. Mutates nothing. Raises ValueError for tables that make no sense.
+        """
+
+    @abstractmethod
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        step: Any,
+    ) -> None:
+        """Store token i of key and value [T, H, D] in slot positions[i] % rows of its column.
+
+        T is the length of the tables' seq_cols. Mutates both caches. Of tokens that share a slot
+        (padding in the scratch column) any one stays. Raises ValueError for another T.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        step: Any,
+        *,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """softmax(scale * q k^T) v for every segment, what ``sdpa_varlen_reference`` computes.
+
+        query, out: [T, Hq, D], the same dtype as the caches. Mutates ``out`` alone, all of it:
+        rows that no segment covers become zero. Raises ValueError for segments that lie outside
+        the query or the cache.
+        """
