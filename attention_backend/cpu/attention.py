@@ -89,7 +89,8 @@ class CpuKernel(AttentionKernel):
 
     Query, cache and output must have one dtype and the last dimension contiguous to be fast.
     Of the rows of a sequence, only those that its segment attends influence a result, except
-    that a NaN or infinity in one may reach every query of that segment. Holds no state.
+    that a NaN or infinity in one may reach every query of that segment. Not differentiable.
+    Holds no state.
     """
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)

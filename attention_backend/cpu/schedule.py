@@ -44,15 +44,15 @@ class CostModel:
     ``python -m vllm_kv_columns.attention_backend.cpu.calibrate`` on a machine that is idle.
     """
 
-    segment_call: float = 25.0
+    segment_call: float = 20.0
     """One segment by itself, whatever its size."""
-    batch_call: float = 35.0
+    batch_call: float = 25.0
     """One batch, whatever its size."""
-    head: float = 1.0
+    head: float = 2.0
     """A KV head of a segment, or of a column of a batch."""
-    element: float = 0.00045
+    element: float = 0.0004
     """A number in K, with its partner in V, that is read, whether or not it is attended."""
-    copied_element: float = 0.0009
+    copied_element: float = 0.0008
     """More for one that must be copied first, because the slots wrap around the last row."""
 
     def segment(self, num_keys: int, num_runs: int, heads: int, head_size: int) -> float:
