@@ -21,7 +21,7 @@ lint: $(STAMP) $(MYPY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=build/mypy:examples $(BIN)/mypy -p vllm_kv_columns
-	MYPYPATH=build/mypy:examples $(BIN)/mypy examples
+	MYPYPATH=build/mypy:examples $(BIN)/mypy examples tests
 
 # Remade from nothing when pyproject.toml changes, so that no package of an older list stays behind.
 # - A current pip resolves the list in half the time of the one that comes with Python 3.11.

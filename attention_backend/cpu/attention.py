@@ -28,7 +28,7 @@ class _Plan:
         schedule = make_schedule(
             step.segments, rows=step.rows, heads=heads, head_size=size, cost=step.cost
         )
-        self.batches = [BatchRun(batch, dtype) for batch in schedule.batches]
+        self.batches = [BatchRun(batch, heads, group, size, dtype) for batch in schedule.batches]
         self.singles = self.runs_of(schedule.singles)
         stops = [batch.first_slot + batch.num_slots for batch in schedule.batches]
         self.stop_slot = max([*stops, *(run.stop_slot for run in self.singles)], default=0)

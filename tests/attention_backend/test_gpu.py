@@ -31,26 +31,36 @@ def test_the_reference_agrees_across_devices(
 ) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     made = build(replace(STEP, dtype=dtype, filler=float("nan")))
-    arguments = (made.query, made.key_cache, made.value_cache, made.seq_info)
-    options = {"scale": made.scale, "causal": causal, "window": STEP.window}
-    on_cpu = sdpa_varlen_reference(*arguments, **options)
-    on_gpu = sdpa_varlen_reference(*(tensor.cuda() for tensor in arguments), **options)
+    on_cpu, on_gpu = (
+        sdpa_varlen_reference(
+            made.query.to(device),
+            made.key_cache.to(device),
+            made.value_cache.to(device),
+            made.seq_info.to(device),
+            scale=made.scale,
+            causal=causal,
+            window=STEP.window,
+        )
+        for device in ("cpu", "cuda")
+    )
     assert on_gpu.is_cuda
     torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=0, atol=tolerance(made))
 
 
 def test_the_reference_writes_across_devices() -> None:
-    caches = [cache.cuda() for cache in empty_cache(STEP)]
+    key_cache, value_cache = (cache.cuda() for cache in empty_cache(STEP))
     key = torch.randn(3, STEP.heads, STEP.head_size, device="cuda")
     cols, positions = torch.tensor([[1, 2, 2], [25, 0, 23]], dtype=torch.int32, device="cuda")
-    write_slots_reference(key, -key, *caches, cols, positions)
-    for cache, tokens in zip(caches, (key, -key), strict=True):
+    write_slots_reference(key, -key, key_cache, value_cache, cols, positions)
+    for cache, tokens in ((key_cache, key), (value_cache, -key)):
         assert torch.equal(cache[[1, 0, 23], [1, 2, 2]], tokens)
         assert cache.abs().sum() == tokens.abs().sum()
 
 
 def test_the_op_names_a_device_that_has_no_kernel() -> None:
     made = build(STEP)
-    arguments = (made.query, made.key_cache, made.value_cache, made.seq_info)
+    query, key_cache, value_cache, seq_info = (
+        tensor.cuda() for tensor in (made.query, made.key_cache, made.value_cache, made.seq_info)
+    )
     with pytest.raises(NotImplementedError, match="no attention kernel for device cuda:0"):
-        sdpa_varlen(*(tensor.cuda() for tensor in arguments), made.scale)
+        sdpa_varlen(query, key_cache, value_cache, seq_info, made.scale)

@@ -3,7 +3,13 @@
 from pathlib import Path
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 VOCAB = 512
 WINDOW = 64
@@ -52,7 +58,7 @@ def mistral_like(folder: Path) -> Path:
     return _save(MistralForCausalLM(config), folder)
 
 
-def _save(model: torch.nn.Module, folder: Path) -> Path:
+def _save(model: PreTrainedModel, folder: Path) -> Path:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Strong attention: with the usual small weights every key weighs the same.
