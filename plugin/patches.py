@@ -27,7 +27,13 @@ __all__ = ["BACKEND_NAME", "backend_member", "install"]
 
 BACKEND_NAME = "SDPA_VARLEN"
 BACKEND_PATH = "vllm_kv_columns.attention_backend.vllm.backend.ColumnAttentionBackend"
-WORKER_PATHS = {"cpu": "vllm_kv_columns.plugin.cpu_worker.ColumnCPUWorker"}
+WORKERS = {
+    "cpu": (
+        "vllm.v1.worker.cpu_worker.CPUWorker",
+        "vllm_kv_columns.plugin.cpu_worker.ColumnCPUWorker",
+    )
+}
+"""Device type -> vLLM's own worker, and the one with columns that takes its place."""
 
 logger = init_logger("vllm.plugins.kv_columns")
 
@@ -56,17 +62,18 @@ def apply_config(config: "VllmConfig") -> None:
     support.check_version(current_platform.device_type, vllm.__version__)
     support.check_config(config)
     options = ColumnOptions.of(config.additional_config)
-    hooks.store_class(options.store)
-    hooks.kernel_class(options.kernel)
-    worker = WORKER_PATHS[current_platform.device_type]
-    stock_worker = "vllm.v1.worker.cpu_worker.CPUWorker"
-    if config.parallel_config.worker_cls not in (worker, stock_worker):
+    support.check_store(options.store, hooks.store_class(options.store))
+    support.check_kernel(
+        options.kernel, hooks.kernel_class(options.kernel), current_platform.device_type
+    )
+    workers = WORKERS[current_platform.device_type]
+    if config.parallel_config.worker_cls not in workers:
         raise support.Unsupported(
             f"--worker-cls {config.parallel_config.worker_cls}",
             "the columns need a worker of their own",
             "drop --worker-cls",
         )
-    config.parallel_config.worker_cls = worker
+    config.parallel_config.worker_cls = workers[1]
     if config.cache_config.enable_prefix_caching:
         logger.info("SDPA_VARLEN serves without prefix reuse: every prompt is computed in full.")
         config.cache_config.enable_prefix_caching = False

@@ -28,19 +28,8 @@ def cache_spec(kv_cache_config: KVCacheConfig) -> ColumnSpec:
 
 
 def open_driver(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> ColumnDriver:
-    """Open the store that the options name; nothing but the scratch column takes memory.
-
-    Raises:
-        Unsupported: a store whose memory does not follow single columns.
-    """
-    name = ColumnOptions.of(vllm_config.additional_config).store
-    store = hooks.store_class(name)
-    if not (store.per_column and store.stable_views):
-        raise Unsupported(
-            f"the store {name!r} under vLLM",
-            "vLLM budgets each request by itself, and this store lengthens all columns together",
-            "use the store 'host'",
-        )
+    """Open the store that the options name; nothing but the scratch column takes memory."""
+    store = hooks.store_class(ColumnOptions.of(vllm_config.additional_config).store)
     geometry = cache_spec(kv_cache_config).geometry
     return ColumnDriver(store(geometry))
 

@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["VLLM_VERSIONS", "Unsupported", "check_config", "check_version"]
+    from vllm_kv_columns.attention_backend.kernel import AttentionKernel
+    from vllm_kv_columns.kv_manager.stores.base import ColumnStore
+
+__all__ = [
+    "VLLM_VERSIONS",
+    "Unsupported",
+    "check_config",
+    "check_kernel",
+    "check_store",
+    "check_version",
+]
 
 VLLM_VERSIONS = {"cpu": "0.32"}
 """Platform device type -> the vLLM release whose internals the seams were written for."""
@@ -40,6 +50,34 @@ def check_version(device_type: str, version: str) -> None:
             f"vLLM {version}",
             "its internals may differ from those the plugin was written for",
             f"install vLLM {wanted} for {device_type}, or drop --attention-backend",
+        )
+
+
+def check_store(name: str, store: type["ColumnStore"]) -> None:
+    """Refuse a store that vLLM's budget of single requests does not fit.
+
+    Raises:
+        Unsupported: naming the store.
+    """
+    if not (store.per_column and store.stable_views):
+        raise Unsupported(
+            f"the store {name!r} under vLLM",
+            "it lengthens all columns together, and vLLM budgets each request by itself",
+            "use the store 'host'",
+        )
+
+
+def check_kernel(name: str, kernel: type["AttentionKernel"], device_type: str) -> None:
+    """Refuse a kernel that does not run on the platform.
+
+    Raises:
+        Unsupported: naming the kernel, and the devices that it runs on.
+    """
+    if device_type not in kernel.device_types:
+        raise Unsupported(
+            f"the kernel {name!r} on {device_type}",
+            f"it runs on {', '.join(kernel.device_types)}",
+            "choose another in kv_columns.kernel",
         )
 
 

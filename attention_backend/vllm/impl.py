@@ -6,6 +6,7 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
 from vllm_kv_columns.attention_backend.vllm.metadata import ColumnMetadata
+from vllm_kv_columns.plugin.support import Unsupported
 
 __all__ = ["ColumnAttentionImpl"]
 
@@ -32,8 +33,6 @@ class ColumnAttentionImpl(AttentionImpl[ColumnMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         **unknown: Any,
     ) -> None:
-        from vllm_kv_columns.plugin.support import Unsupported
-
         absent = {
             "ALiBi": alibi_slopes is not None,
             f"a logits soft cap of {logits_soft_cap}": bool(logits_soft_cap),

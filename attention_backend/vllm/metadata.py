@@ -14,6 +14,7 @@ from vllm_kv_columns.attention_backend.kernel import AttentionKernel
 from vllm_kv_columns.kv_manager import hooks
 from vllm_kv_columns.kv_manager.tables import StepTables
 from vllm_kv_columns.plugin.options import ColumnOptions
+from vllm_kv_columns.plugin.spec import ColumnSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,8 +77,6 @@ class ColumnMetadataBuilder(AttentionMetadataBuilder[ColumnMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        from vllm_kv_columns.plugin.spec import ColumnSpec
-
         assert isinstance(kv_cache_spec, ColumnSpec)
         options = ColumnOptions.of(vllm_config.additional_config)
         self.kernel = hooks.kernel_class(options.kernel)()

@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from vllm_kv_columns.attention_backend.cpu import CpuKernel
 from vllm_kv_columns.attention_backend.vllm.impl import ColumnAttentionImpl
 from vllm_kv_columns.plugin import patches, support
 from vllm_kv_columns.plugin.support import Unsupported
@@ -27,13 +28,13 @@ def configure(model: Path, **arguments: Any) -> VllmConfig:
 
 def test_the_switch_selects_the_worker_and_turns_prefix_reuse_off(mistral_like: Path) -> None:
     config = configure(mistral_like, enable_prefix_caching=True)
-    assert config.parallel_config.worker_cls == patches.WORKER_PATHS["cpu"]
+    assert config.parallel_config.worker_cls == patches.WORKERS["cpu"][1]
     assert not config.cache_config.enable_prefix_caching
 
 
 def test_without_the_switch_the_configuration_is_stock(mistral_like: Path) -> None:
     config = EngineArgs(model=str(mistral_like), skip_tokenizer_init=True).create_engine_config()
-    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert config.parallel_config.worker_cls == patches.WORKERS["cpu"][0]
     assert config.cache_config.enable_prefix_caching
 
 
@@ -71,10 +72,15 @@ def test_without_the_switch_the_configuration_is_stock(mistral_like: Path) -> No
         ),
         (
             {"additional_config": {"kv_columns": {"store": "tape"}}},
-            "'tape'",
+            "unknown store 'tape'; known are: dense, host",
+        ),
+        (
+            {"additional_config": {"kv_columns": {"store": "dense"}}},
+            "SDPA_VARLEN does not support the store 'dense' under vLLM: it lengthens all columns "
+            "together, and vLLM budgets each request by itself; use the store 'host'.",
         ),
     ],
-    ids=["fp8", "speculation", "offloading", "pipeline", "worker", "option", "store"],
+    ids=["fp8", "speculation", "offloading", "pipeline", "worker", "option", "store", "dense"],
 )
 def test_refusals(mistral_like: Path, arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -94,6 +100,12 @@ def test_versions_and_platforms_it_was_not_written_for(
 ) -> None:
     with pytest.raises(Unsupported, match=re.escape(sentence)):
         support.check_version(device, version)
+
+
+def test_a_kernel_of_another_device() -> None:
+    sentence = "the kernel 'torch-sdpa' on cuda: it runs on cpu; choose another in kv_columns"
+    with pytest.raises(Unsupported, match=re.escape(sentence)):
+        support.check_kernel("torch-sdpa", CpuKernel, "cuda")
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
