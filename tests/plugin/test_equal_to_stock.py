@@ -13,7 +13,9 @@ from tests.plugin.conftest import GREEDY, LENGTHS, Job, Result
 RunEngine = Callable[..., Result]
 COLUMNS = {"attention_backend": "SDPA_VARLEN"}
 SAMPLED = {"n": 4, "temperature": 1.0, "seed": 1234, "max_tokens": 24, "ignore_eos": True}
-BF16_MEAN_BOUND, BF16_MAX_BOUND = 0.05, 0.6
+BF16_MEAN_BOUND, BF16_MAX_BOUND = 0.1, 0.6
+"""Twice what stock vLLM differs from itself when it runs these prompts one at a time instead of all
+at once: 0.052 in the mean, 0.29 at most, over the 20 likeliest tokens of each prompt."""
 PAGE = 256 * 1024
 
 
@@ -132,7 +134,7 @@ class TestSmolLM2:
     def test_bfloat16_log_probabilities_stay_within_the_bound(
         self, run_engine: RunEngine, smollm2: Path, smollm2_prompts: list[list[int]]
     ) -> None:
-        """Of the prompt's last tokens and the first token after it, which see the same text."""
+        """Of the first token after each prompt, where both have seen the same text."""
         job = {
             "prompts": smollm2_prompts,
             "params": {**GREEDY, "max_tokens": 1, "logprobs": 20},
