@@ -46,9 +46,12 @@ class ColumnDriver:
             if blocks is not None and any(blocks):
                 self._bind(request, blocks)
             computed[request] = done
-        for request, tokens in plan.num_scheduled_tokens.items():
-            start = computed[request]
-            self.store.prepare_write(self._column[request], start, start + tokens)
+        self.store.prepare_writes(
+            {
+                self._column[request]: (computed[request], computed[request] + tokens)
+                for request, tokens in plan.num_scheduled_tokens.items()
+            }
+        )
         self.peak_pages = max(self.peak_pages, self.store.committed_pages)
 
     def _bind(self, request: str, block_ids: tuple[list[int], ...]) -> None:

@@ -29,11 +29,10 @@ class ColumnOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not field.type:
+            value, kind = getattr(self, field.name), type(field.default)
+            if type(value) is not kind:
                 raise ValueError(
-                    f"{SECTION}.{field.name} must be of type {field.type.__name__}, "  # type: ignore[union-attr]
-                    f"got {value!r}."
+                    f"{SECTION}.{field.name} must be of type {kind.__name__}, got {value!r}."
                 )
         if self.page_size < OS_PAGE or self.page_size & (self.page_size - 1):
             raise ValueError(

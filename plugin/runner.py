@@ -43,6 +43,7 @@ class ColumnRunnerMixin:
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The stock specs of all layers, turned into column specs in one go."""
+        # The next class in line is vLLM's runner, which mypy cannot know here.
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
         if self.shared_kv_cache_layers:
             raise Unsupported(

@@ -115,7 +115,6 @@ def column_specs(
     groups: dict[tuple[int | None, int, int, str], list[str]] = {}
     for layer, spec in specs.items():
         window = _window(layer, spec)
-        assert isinstance(spec, AttentionSpec)
         dtype = str(spec.dtype).removeprefix("torch.")
         if window is not None and window >= capacity:
             window = None
@@ -147,14 +146,13 @@ def column_specs(
             block_size=block_size,
             num_kv_heads=region.num_kv_heads,
             head_size=region.head_size,
-            dtype=spec.dtype,
+            dtype=specs[layer].dtype,
             cache=config,
             rows=region.rows,
             window=region.policy.window,
         )
         for region in geometry.regions
         for layer in region.layers
-        if isinstance(spec := specs[layer], AttentionSpec)
     }
 
 
