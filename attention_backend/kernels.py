@@ -9,4 +9,9 @@ __all__ = ["kv_columns_kernels"]
 
 @hookimpl
 def kv_columns_kernels() -> dict[str, type[AttentionKernel]]:
-    return {"torch-sdpa": CpuKernel}
+    kernels: dict[str, type[AttentionKernel]] = {"torch-sdpa": CpuKernel}
+    try:
+        from .triton import TritonKernel
+    except ImportError:  # no Triton for this platform
+        return kernels
+    return kernels | {"triton": TritonKernel}

@@ -23,6 +23,13 @@ def register_kernel(kernel: AttentionKernel) -> None:
 
 
 register_kernel(CpuKernel())
+try:
+    from .triton import TritonKernel
+except ImportError:  # no Triton for this platform
+    pass
+else:
+    # Calls of different shapes and streams may interleave: each has buffers of its own.
+    register_kernel(TritonKernel(keep_buffers=False))
 
 
 def sdpa_varlen(

@@ -16,6 +16,7 @@ from .errors import (
     StepError,
     StepOrderError,
     StoreError,
+    StoreFullError,
     UnknownColumnError,
 )
 from .geometry import SCRATCH_COLUMN, CacheGeometry, RegionGeometry
@@ -25,6 +26,7 @@ from .planner import Segment, StepPlan, Write
 
 if TYPE_CHECKING:
     from .stores.base import ColumnStore
+    from .stores.cuda.store import CudaVmmStore
     from .stores.dense import DenseStore
     from .stores.host import HostStore
     from .tables import StepTables
@@ -37,6 +39,7 @@ __all__ = [
     "CacheGeometry",
     "ColumnStore",
     "ConfigError",
+    "CudaVmmStore",
     "DenseStore",
     "FlatPolicy",
     "HostStore",
@@ -53,6 +56,7 @@ __all__ = [
     "StepPlan",
     "StepTables",
     "StoreError",
+    "StoreFullError",
     "UnknownColumnError",
     "Write",
     "hookimpl",
@@ -63,6 +67,7 @@ __all__ = [
 
 _NEEDS_TORCH = {
     "ColumnStore": ".stores.base",
+    "CudaVmmStore": ".stores.cuda.store",
     "DenseStore": ".stores.dense",
     "HostStore": ".stores.host",
     "StepTables": ".tables",

@@ -107,7 +107,8 @@ class CacheConfig:
     max_seqs: sequences that live at once. capacity: most tokens of one sequence. max_write: most
     tokens that one step writes for one sequence. page_size: bytes, a power of two and a multiple
     of 4096. budget_bytes: bound on committed memory, scratch column included. growth_rows: rows
-    are backed in multiples of this.
+    are backed in multiples of this. ahead_rows: rows that a column may have backed ahead of need,
+    counted as its own (``RegionGeometry.pages_for``), so that a store can grow it before it waits.
     """
 
     max_seqs: int
@@ -117,11 +118,13 @@ class CacheConfig:
     page_size: int
     budget_bytes: int
     growth_rows: int = 1
+    ahead_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_seqs", "capacity", "max_write", "growth_rows"):
             _at_least("CacheConfig", name, getattr(self, name), 1)
         _at_least("CacheConfig", "budget_bytes", self.budget_bytes, 0)
+        _at_least("CacheConfig", "ahead_rows", self.ahead_rows, 0)
         _at_least("CacheConfig", "page_size", self.page_size, OS_PAGE)
         if self.capacity > MAX_POSITION:
             raise ConfigError(f"CacheConfig: capacity is {self.capacity}; at most {MAX_POSITION}")

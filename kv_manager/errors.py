@@ -11,6 +11,7 @@ __all__ = [
     "StepError",
     "StepOrderError",
     "StoreError",
+    "StoreFullError",
     "UnknownColumnError",
 ]
 
@@ -33,6 +34,21 @@ class RewindError(KVCacheError):
 
 class StoreError(KVCacheError):
     """The operating system or the allocator refused, or a store was used against its contract."""
+
+
+class StoreFullError(StoreError):
+    """Memory cannot be had now: the store is at its limit, or the system or driver gives no more.
+
+    Not a misuse: the same call can succeed once pages were released, here or elsewhere.
+    ``pages`` is how many the call asked for.
+    """
+
+    def __init__(self, message: str, pages: int) -> None:
+        super().__init__(message, pages)
+        self.pages = pages
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CacheFullError(KVCacheError):

@@ -33,6 +33,7 @@ class RegionGeometry:
     dtype: str
     page_size: int
     growth_rows: int
+    ahead_rows: int = 0
 
     @cached_property
     def itemsize(self) -> int:
@@ -84,9 +85,28 @@ class RegionGeometry:
         return self.layers.index(layer) * self.layer_stride
 
     def pages_for(self, n: int) -> int:
-        """Pages that a column needs while its sequence holds n tokens (0 for 0)."""
+        """Pages that a column may hold while its sequence has n tokens (0 for 0).
+
+        These are the pages of n + ahead_rows rows: what the scheduler counts, and what a store
+        backs at most, whether it is told in time or ahead of time.
+        """
+        return self.pages_of_rows(n + self.ahead_rows) if n > 0 else 0
+
+    def pages_of_rows(self, n: int) -> int:
+        """Pages of the first n rows, rounded up by growth_rows and at most the column's."""
         backed = min(_ceil_div(n, self.growth_rows) * self.growth_rows, self.rows)
         return _ceil_div(backed * self.row_bytes, self.page_size)
+
+    def pages_of(self, col: int, n: int) -> int:
+        """``pages_for``, but nothing ahead for the scratch column."""
+        return self.pages_of_rows(n) if col == SCRATCH_COLUMN else self.pages_for(n)
+
+    def tokens_within(self, pages: int) -> int | None:
+        """Largest n with ``pages_for(n) <= pages``; None: any number, all rows are backed."""
+        if pages >= self.pages_per_column:
+            return None
+        rows = self.rows_within(pages) // self.growth_rows * self.growth_rows
+        return max(0, rows - self.ahead_rows)
 
     def rows_within(self, pages: int) -> int:
         """Rows that lie wholly inside the first pages of a column."""
@@ -170,7 +190,7 @@ class CacheGeometry:
     @cached_property
     def scratch_pages(self) -> int:
         """Pages of the scratch column; it only ever holds position 0."""
-        return self.pages_for(1)
+        return sum(region.pages_of_rows(1) for region in self.regions)
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -195,7 +215,7 @@ class CacheGeometry:
         return region
 
     def pages_for(self, n: int) -> int:
-        """Pages of one sequence of n tokens, nothing shared."""
+        """Pages of one sequence of n tokens, nothing shared, rows ahead of need included."""
         return sum(region.pages_for(n) for region in self.regions)
 
     def floor(self, high: int) -> int:
@@ -225,6 +245,7 @@ def _regions_of(group: LayerGroup, config: CacheConfig) -> list[RegionGeometry]:
             dtype=group.dtype,
             page_size=config.page_size,
             growth_rows=config.growth_rows,
+            ahead_rows=config.ahead_rows,
         )
         for i, chunk in enumerate(chunks)
     ]

@@ -1,38 +1,67 @@
 """A worker's side: carries the scheduler's plan of a step out on the store."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from vllm_kv_columns.kv_manager.errors import StoreFullError
 from vllm_kv_columns.kv_manager.stores.base import ColumnStore
+from vllm_kv_columns.plugin.report import MemoryReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["ColumnDriver"]
+__all__ = ["Agree", "ColumnDriver"]
+
+Agree = Callable[[list[int]], list[int]]
+"""Element by element the largest of what all workers of a tensor-parallel group pass."""
+
+REPORT_STEPS = 32
+"""While memory is short, every how many steps the workers look whether it came back. Steps and
+not seconds, since all workers of a group must look at the same one."""
 
 
 class ColumnDriver:
     """Keeps the request -> column table and makes the store ready before each step.
 
+    A request whose rows cannot be backed is refused: it loses its column, the step runs without
+    it (its tokens go to the scratch column), and the report with the step's output tells the
+    scheduler, which preempts it. It stays refused until the plan says that it was preempted or
+    ended; steps that were planned before the scheduler knew may still name it.
+
     Attributes:
         store: the column store; grown and released here and nowhere else.
         peak_pages: largest number of committed pages seen after a step was prepared.
+        refused: requests without a column, at present.
+        report: of the last step; None unless memory is short.
+        steps, seconds, longest_seconds: how many were prepared, and how long that took in all
+            and at most.
     """
 
-    def __init__(self, store: ColumnStore) -> None:
+    def __init__(self, store: ColumnStore, agree: Agree | None = None) -> None:
         self.store = store
         self.peak_pages = store.committed_pages
+        self.refused: set[str] = set()
+        self.report: MemoryReport | None = None
+        self.steps = 0
+        self.seconds = self.longest_seconds = 0.0
+        self._agree = agree
         self._column: dict[str, int] = {}
+        self._ends: dict[int, int] = {}
+        self._obtainable = 0  # pages, when a request was last refused
+        self._short_steps: int | None = None  # since the last report; None: memory is not short
 
     def prepare(self, plan: "SchedulerOutput") -> None:
-        """Release what ended, then back the rows that this step writes.
+        """Release what ended, then back the rows that this step writes, or refuse.
 
         Args:
             plan: the scheduler's output; also comes once with no tokens after the last request.
 
         Raises:
-            StoreError: the operating system gives no memory.
+            StoreError: what the store can never serve, or a driver that failed otherwise than
+                by lack of memory.
         """
+        begin = time.perf_counter()
         self._release(plan.finished_req_ids)
         self._release(plan.preempted_req_ids or ())
         computed: dict[str, int] = {}
@@ -46,21 +75,92 @@ class ColumnDriver:
             if blocks is not None and any(blocks):
                 self._bind(request, blocks)
             computed[request] = done
-        self.store.prepare_writes(
-            {
-                self._column[request]: (computed[request], computed[request] + tokens)
-                for request, tokens in plan.num_scheduled_tokens.items()
-            }
-        )
+        failed = self._back(plan.num_scheduled_tokens, computed)
         self.peak_pages = max(self.peak_pages, self.store.committed_pages)
+        self.report = self._make_report(failed)
+        took = time.perf_counter() - begin
+        self.steps += 1
+        self.seconds += took
+        self.longest_seconds = max(self.longest_seconds, took)
+
+    def grow_ahead(self) -> None:
+        """Let the store back, beside the running step, what the next ones will write."""
+        self.store.prepare_ahead(self._ends)
+
+    def _back(self, scheduled: dict[str, int], computed: dict[str, int]) -> list[str]:
+        """Back the rows of a step; the requests that were refused."""
+        wants = {
+            self._column[request]: (computed[request], computed[request] + tokens)
+            for request, tokens in scheduled.items()
+            if request not in self.refused
+        }
+        failed = []
+        try:
+            self.store.prepare_writes(wants)
+        except StoreFullError:
+            failed = self._back_one_by_one(wants)
+        self._ends = {column: end for column, (_, end) in wants.items()}
+        refused_here = bool(failed)
+        if self._agree is not None and scheduled:
+            votes = self._agree([request in failed for request in scheduled])
+            for request, vote in zip(scheduled, votes, strict=True):
+                if vote and request not in self.refused:
+                    failed.append(request)
+                    self._ends.pop(self._column[request])
+                    self._refuse(request)
+        if failed and not refused_here:
+            self._obtainable = self.store.obtainable_pages()
+        return failed
+
+    def _back_one_by_one(self, wants: dict[int, tuple[int, int]]) -> list[str]:
+        """Back what can be backed; those whose rows cannot are refused and dropped from wants."""
+        owner = {column: request for request, column in self._column.items()}
+        failed = []
+        for column, (start, end) in list(wants.items()):
+            try:
+                self.store.prepare_write(column, start, end)
+            except StoreFullError as error:
+                if not failed:
+                    # So many were not to be had, whatever the counters of the system say.
+                    most = self.store.committed_pages + error.pages - 1
+                    self._obtainable = min(most, self.store.obtainable_pages())
+                failed.append(owner[column])
+                del wants[column]
+                self._refuse(owner[column])
+        return failed
+
+    def _refuse(self, request: str) -> None:
+        self._release((request,))
+        self.refused.add(request)
+
+    def _make_report(self, failed: list[str]) -> MemoryReport | None:
+        """What the scheduler must know, and from now on whether memory came back."""
+        if failed:
+            pages = self._obtainable
+        elif self._short_steps is None:
+            return None
+        elif self._short_steps < REPORT_STEPS:
+            self._short_steps += 1
+            return None
+        else:
+            pages = self.store.obtainable_pages()
+        if self._agree is not None:
+            pages = -self._agree([-pages])[0]
+        self._short_steps = 0 if pages < self.store.page_limit else None
+        # The scratch column is not part of the scheduler's budget.
+        pages -= self.store.geometry.scratch_pages
+        return MemoryReport(refused=tuple(failed), obtainable_pages=pages)
 
     def _bind(self, request: str, block_ids: tuple[list[int], ...]) -> None:
         ((column,),) = block_ids
+        if self._column.get(request) == column:
+            return  # a streamed prompt goes on in its column
         self._release((request,))
         self._column[request] = column
 
     def _release(self, requests: Iterable[str]) -> None:
         for request in requests:
+            self.refused.discard(request)
             column = self._column.pop(request, None)
             if column is not None:
                 self.store.release(column)

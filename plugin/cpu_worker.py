@@ -9,11 +9,11 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.utils import bind_kv_cache
 
-from vllm_kv_columns.plugin.runner import ColumnRunnerMixin
+from vllm_kv_columns.plugin.runner import SCRATCH_BLOCK, ColumnRunnerMixin
+from vllm_kv_columns.plugin.worker import ColumnWorkerMixin
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
 
 __all__ = ["ColumnCPUModelRunner", "ColumnCPUWorker"]
 
@@ -35,8 +35,16 @@ class ColumnCPUModelRunner(ColumnRunnerMixin, CPUModelRunner):
         )
         return views
 
+    def _update_states(self, scheduler_output: "SchedulerOutput") -> Any:
+        later = super()._update_states(scheduler_output)
+        for request in self.refused_in(scheduler_output):
+            self.requests[request].block_ids = SCRATCH_BLOCK
+            row = self.input_batch.req_id_to_index[request]
+            self.input_batch.block_table.add_row(SCRATCH_BLOCK, row)
+        return later
 
-class ColumnCPUWorker(CPUWorker):
+
+class ColumnCPUWorker(ColumnWorkerMixin, CPUWorker):
     model_runner: ColumnCPUModelRunner
 
     def init_device(self) -> None:
@@ -44,21 +52,3 @@ class ColumnCPUWorker(CPUWorker):
         # The host builds its runner deep inside init_device; ours differs in methods only.
         assert type(self.model_runner) is CPUModelRunner
         self.model_runner.__class__ = ColumnCPUModelRunner
-
-    def determine_available_memory(self) -> int:
-        """The host's budget less the scratch column, which is committed from start to end."""
-        (geometry, *_) = {spec.geometry for spec in self.get_kv_cache_spec().values()}
-        available: int = super().determine_available_memory()
-        return available - geometry.scratch_pages * geometry.page_size
-
-    def execute_model(
-        self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any
-    ) -> "ModelRunnerOutput | None":
-        driver = self.model_runner.driver
-        assert driver is not None
-        driver.prepare(scheduler_output)
-        return super().execute_model(scheduler_output, *args, **kwargs)
-
-    def kv_columns_stats(self) -> dict[str, Any]:
-        """For `collective_rpc`: what the store holds now and held at most."""
-        return self.model_runner.column_stats()

@@ -1,7 +1,8 @@
 """Every name of vLLM that is replaced, and nothing else.
 
-    vllm/platforms/cpu.py:CpuPlatform.check_and_update_config   all that the switch implies
-    vllm/platforms/cpu.py:CpuPlatform.get_attn_backend_cls      ignores the selection on the CPU
+    vllm/platforms/cpu.py:CpuPlatform.check_and_update_config         all that the switch implies
+    vllm/platforms/cpu.py:CpuPlatform.get_attn_backend_cls            ignores the selection
+    vllm/platforms/cuda.py:NvmlCudaPlatform.check_and_update_config   all that the switch implies
 
 Written for the releases in `support.VLLM_VERSIONS`. On another platform or release only
 `check_and_update_config` is wrapped, to refuse the backend when it is selected.
@@ -31,9 +32,18 @@ WORKERS = {
     "cpu": (
         "vllm.v1.worker.cpu_worker.CPUWorker",
         "vllm_kv_columns.plugin.cpu_worker.ColumnCPUWorker",
-    )
+    ),
+    "cuda": (
+        "vllm.v1.worker.gpu_worker.Worker",
+        "vllm_kv_columns.plugin.gpu_worker.ColumnGPUWorker",
+    ),
 }
 """Device type -> vLLM's own worker, and the one with columns that takes its place."""
+SCHEDULERS = {
+    False: "vllm_kv_columns.plugin.scheduler.ColumnScheduler",
+    True: "vllm_kv_columns.plugin.scheduler.AsyncColumnScheduler",
+}
+"""Whether scheduling is asynchronous -> the scheduler that takes the place of vLLM's own."""
 
 logger = init_logger("vllm.plugins.kv_columns")
 
@@ -61,12 +71,10 @@ def apply_config(config: "VllmConfig") -> None:
         return
     support.check_version(current_platform.device_type, vllm.__version__)
     support.check_config(config)
-    options = ColumnOptions.of(config.additional_config)
-    support.check_store(options.store, hooks.store_class(options.store))
-    support.check_kernel(
-        options.kernel, hooks.kernel_class(options.kernel), current_platform.device_type
-    )
-    workers = WORKERS[current_platform.device_type]
+    options, device_type = ColumnOptions.of(config), current_platform.device_type
+    support.check_store(options.store, hooks.store_class(options.store), device_type)
+    support.check_kernel(options.kernel, hooks.kernel_class(options.kernel), device_type)
+    workers = WORKERS[device_type]
     if config.parallel_config.worker_cls not in workers:
         raise support.Unsupported(
             f"--worker-cls {config.parallel_config.worker_cls}",
@@ -74,6 +82,14 @@ def apply_config(config: "VllmConfig") -> None:
             "drop --worker-cls",
         )
     config.parallel_config.worker_cls = workers[1]
+    scheduler = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+    if config.scheduler_config.scheduler_cls not in (None, *SCHEDULERS.values()):
+        raise support.Unsupported(
+            f"--scheduler-cls {config.scheduler_config.scheduler_cls}",
+            "the columns need a scheduler of their own",
+            "drop --scheduler-cls",
+        )
+    config.scheduler_config.scheduler_cls = scheduler
     if config.cache_config.enable_prefix_caching:
         logger.info("SDPA_VARLEN serves without prefix reuse: every prompt is computed in full.")
         config.cache_config.enable_prefix_caching = False

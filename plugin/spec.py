@@ -43,11 +43,14 @@ class ColumnSpec(AttentionSpec):
         cache: configuration of the whole cache; its byte budget is not set here.
         rows: rows of a column in this layer.
         window: sliding window in tokens, None for full attention.
+        compact: whether the lowest free column goes first, so that running sequences lie close
+            together, or the one that was freed first, whose last work is done by then.
     """
 
     cache: CacheConfig
     rows: int
     window: int | None
+    compact: bool
 
     @property
     def geometry(self) -> CacheGeometry:
@@ -110,7 +113,7 @@ def column_specs(
         Unsupported: a layer that is neither full nor sliding window attention.
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-    options = ColumnOptions.of(vllm_config.additional_config)
+    options = ColumnOptions.of(vllm_config)
     capacity = vllm_config.model_config.max_model_len
     groups: dict[tuple[int | None, int, int, str], list[str]] = {}
     for layer, spec in specs.items():
@@ -132,11 +135,13 @@ def column_specs(
                 num_kv_heads=heads,
                 head_size=head_size,
                 dtype=dtype,
+                layers_per_region=options.layers_per_region or None,
             )
             for (window, heads, head_size, dtype), layers in groups.items()
         ),
         page_size=options.page_size,
         budget_bytes=UNBOUNDED,
+        ahead_rows=options.ahead_rows,
         growth_rows=cache.block_size if cache.user_specified_block_size else 1,
     )
     geometry = CacheGeometry.of(config)
@@ -150,6 +155,7 @@ def column_specs(
             cache=config,
             rows=region.rows,
             window=region.policy.window,
+            compact=vllm_config.device_config.device_type == "cpu",
         )
         for region in geometry.regions
         for layer in region.layers

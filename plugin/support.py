@@ -17,7 +17,7 @@ __all__ = [
     "check_version",
 ]
 
-VLLM_VERSIONS = {"cpu": "0.32"}
+VLLM_VERSIONS = {"cpu": "0.32", "cuda": "0.33"}
 """Platform device type -> the vLLM release whose internals the seams were written for."""
 
 
@@ -53,17 +53,23 @@ def check_version(device_type: str, version: str) -> None:
         )
 
 
-def check_store(name: str, store: type["ColumnStore"]) -> None:
-    """Refuse a store that vLLM's budget of single requests does not fit.
+def check_store(name: str, store: type["ColumnStore"], device_type: str) -> None:
+    """Refuse a store of another device, or one that a budget of single requests does not fit.
 
     Raises:
         Unsupported: naming the store.
     """
+    if device_type not in store.device_types:
+        raise Unsupported(
+            f"the store {name!r} on {device_type}",
+            f"its memory is for {', '.join(store.device_types)}",
+            "choose another in kv_columns.store",
+        )
     if not (store.per_column and store.stable_views):
         raise Unsupported(
             f"the store {name!r} under vLLM",
             "it lengthens all columns together, and vLLM budgets each request by itself",
-            "use the store 'host'",
+            "choose another in kv_columns.store",
         )
 
 
@@ -97,11 +103,24 @@ def check_config(config: "VllmConfig") -> None:
         if condition:
             raise Unsupported(what, why, instead)
 
+    on_cpu = config.device_config.device_type == "cpu"
     refuse(
-        config.use_v2_model_runner,
+        on_cpu and config.use_v2_model_runner,
         "vLLM's V2 model runner on the CPU",
         "the CPU seams attach to the V1 runner",
         "unset VLLM_USE_V2_MODEL_RUNNER",
+    )
+    refuse(
+        not on_cpu and not config.use_v2_model_runner,
+        "vLLM's V1 model runner on a GPU",
+        "the GPU seams attach to the V2 runner",
+        "unset VLLM_USE_V2_MODEL_RUNNER and drop what the V2 runner does not serve",
+    )
+    refuse(
+        model.enable_sleep_mode,
+        "--enable-sleep-mode",
+        "it saves and discards one allocation that holds the whole cache",
+        "drop --enable-sleep-mode",
     )
     refuse(
         model.runner_type != "generate",
@@ -135,6 +154,12 @@ def check_config(config: "VllmConfig") -> None:
         "drop --speculative-config",
     )
     refuse(
+        config.diffusion_config is not None,
+        "diffusion language models",
+        "their canvas is not rewound in the columns yet",
+        stock,
+    )
+    refuse(
         config.kv_transfer_config is not None or cache.kv_offloading_size is not None,
         "KV transfer and KV offloading",
         "connectors address paged blocks",
@@ -157,6 +182,12 @@ def check_config(config: "VllmConfig") -> None:
         "context parallelism",
         "a column is not split over ranks",
         "use --tensor-parallel-size",
+    )
+    refuse(
+        parallel.use_ubatching,
+        "microbatches",
+        "the tables of a step are prepared once for the whole batch",
+        "drop --enable-dbo and --ubatch-size",
     )
     refuse(
         config.attention_config.backend_per_kind,

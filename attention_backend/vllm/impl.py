@@ -50,6 +50,7 @@ class ColumnAttentionImpl(AttentionImpl[ColumnMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
+        self._split: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def forward(
         self,
@@ -77,7 +78,9 @@ class ColumnAttentionImpl(AttentionImpl[ColumnMetadata]):
         if attn_metadata is None:
             return output.zero_()
         tokens, kernel, step = attn_metadata.num_tokens, attn_metadata.kernel, attn_metadata.step
-        key_cache, value_cache = kv_cache.unbind(2)
+        if self._split is None or self._split[0] is not kv_cache:
+            self._split = (kv_cache, kv_cache[:, :, 0], kv_cache[:, :, 1])
+        _, key_cache, value_cache = self._split
         kernel.write(key[:tokens], value[:tokens], key_cache, value_cache, step)
         kernel.attend(
             query[:tokens], key_cache, value_cache, step, scale=self.scale, out=output[:tokens]

@@ -1,18 +1,19 @@
-"""From vLLM's batch to the tables of a step: once per step and kind of layer, on the host."""
+"""What the layers of one kind need of a step: made once per step, before the forward pass."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import (
+    AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 
-from vllm_kv_columns.attention_backend.kernel import AttentionKernel
+from vllm_kv_columns.attention_backend.kernel import AttentionKernel, StepBounds
+from vllm_kv_columns.attention_backend.vllm.tables import DeviceTables, HostTables, TableMaker
 from vllm_kv_columns.kv_manager import hooks
-from vllm_kv_columns.kv_manager.tables import StepTables
 from vllm_kv_columns.plugin.options import ColumnOptions
 from vllm_kv_columns.plugin.spec import ColumnSpec
 
@@ -38,36 +39,26 @@ class ColumnMetadata(AttentionMetadata):
     num_tokens: int
 
 
-def step_tables(batch: CommonAttentionMetadata, block_size: int) -> StepTables:
-    """Read the tables off vLLM's batch, where a request's one block is its column.
-
-    Args:
-        batch: `slot_mapping` int64 `[T]` = column * block_size + position, -1 for padding.
-        block_size: positions per column in that mapping.
-    """
-    num_reqs, num_tokens = batch.num_reqs, batch.num_actual_tokens
-    starts = batch.query_start_loc[: num_reqs + 1]
-    seq_info = torch.stack(
-        (
-            starts[:-1],
-            starts[1:] - starts[:-1],
-            batch.block_table_tensor[:num_reqs, 0],
-            batch.seq_lens[:num_reqs],
-        ),
-        dim=1,
-    ).to(torch.int32)
-    # Padding goes to position 0 of the scratch column.
-    slots = batch.slot_mapping[:num_tokens].clamp(min=0)
-    columns = torch.div(slots, block_size, rounding_mode="floor")
-    return StepTables(
-        seq_info=seq_info,
-        seq_cols=columns.to(torch.int32),
-        positions=(slots - columns * block_size).to(torch.int32),
+def step_bounds(spec: ColumnSpec, layer_name: str, vllm_config: "VllmConfig") -> StepBounds:
+    """What no batch of these layers exceeds, graph padding included."""
+    scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+    captured = compilation.max_cudagraph_capture_size or 0
+    return StepBounds(
+        max_tokens=max(scheduler.max_num_batched_tokens, captured),
+        max_segments=max(scheduler.max_num_seqs, captured),
+        query_heads=compilation.static_forward_context[layer_name].num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
     )
 
 
 class ColumnMetadataBuilder(AttentionMetadataBuilder[ColumnMetadata]):
-    """One per kind of layer (rows, window)."""
+    """One per kind of layer (rows, window).
+
+    Lengths are read on the device, so a captured graph serves any mix of them.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     def __init__(
         self,
@@ -78,11 +69,16 @@ class ColumnMetadataBuilder(AttentionMetadataBuilder[ColumnMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         assert isinstance(kv_cache_spec, ColumnSpec)
-        options = ColumnOptions.of(vllm_config.additional_config)
+        options = ColumnOptions.of(vllm_config)
         self.kernel = hooks.kernel_class(options.kernel)()
         self.rows = kv_cache_spec.rows
         self.window = kv_cache_spec.window
-        self.block_size = kv_cache_spec.block_size
+        block_size = kv_cache_spec.block_size
+        self._tables: TableMaker = HostTables(block_size)
+        if device.type != "cpu":
+            bounds = step_bounds(kv_cache_spec, layer_names[0], vllm_config)
+            self.kernel.reserve(bounds, device)
+            self._tables = DeviceTables(block_size, bounds.max_segments, bounds.max_tokens, device)
 
     def build(
         self,
@@ -92,6 +88,6 @@ class ColumnMetadataBuilder(AttentionMetadataBuilder[ColumnMetadata]):
     ) -> ColumnMetadata:
         causal = common_attn_metadata.causal
         assert isinstance(causal, bool)
-        tables = step_tables(common_attn_metadata, self.block_size)
+        tables = self._tables.make(common_attn_metadata)
         step = self.kernel.prepare(tables, rows=self.rows, window=self.window, causal=causal)
         return ColumnMetadata(self.kernel, step, common_attn_metadata.num_actual_tokens)

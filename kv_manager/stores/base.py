@@ -27,10 +27,27 @@ class ColumnStore(ABC):
     per_column: ClassVar[bool]
     """Whether memory is charged column by column, by ``geometry.pages_for``."""
 
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    """Values of ``torch.device.type`` on which the views lie."""
+
     geometry: CacheGeometry
+    spare_bytes: int = 0
+    """Idle memory that the store may keep for reuse; may be changed at any time. A store that
+    gives everything back at once keeps none, whatever is set."""
+    limit_pages: int | None
+    """Most physical pages that the store may hold from the system or driver, everything included.
+
+    None: ``geometry.budget_pages``. May be changed at any time; pages that are in use stay.
+    """
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self.geometry = geometry
+        self.limit_pages = None
+
+    @property
+    def page_limit(self) -> int:
+        """``limit_pages``, or the geometry's budget where that is None."""
+        return self.geometry.budget_pages if self.limit_pages is None else self.limit_pages
 
     @abstractmethod
     def layer_view(self, layer: str) -> torch.Tensor:
@@ -53,7 +70,8 @@ class ColumnStore(ABC):
         """Back the rows of positions [0, end) and make those of [start, end) private, writable.
 
         Rows that become part of the column read as zeros, bytes of live rows stay. Raises
-        StoreError, with the column unchanged or partly grown, when memory cannot be had.
+        StoreFullError when memory cannot be had now: the column is unchanged or partly grown,
+        valid either way, and the call may be repeated.
         """
 
     def prepare_writes(self, wants: Mapping[int, tuple[int, int]]) -> None:
@@ -61,16 +79,42 @@ class ColumnStore(ABC):
         for col, (start, end) in wants.items():
             self.prepare_write(col, start, end)
 
+    def prepare_ahead(self, ends: Mapping[int, int]) -> None:  # noqa: B027 - a hint may be ignored
+        """A hint: each column will soon be written up to its position ``end`` (exclusive).
+
+        A store may back ``pages_for(end)`` pages in the background. It never raises for want of
+        memory: ``prepare_write`` does, when the rows are needed. By default nothing happens.
+        """
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until nothing is left that the store does in the background.
+
+        ``timeout`` in seconds; returns False when it passed first. By default nothing is done.
+        """
+        return True
+
+    def obtainable_pages(self) -> int:
+        """Pages that columns could hold in all if everything that can be had now were taken.
+
+        What live columns hold is included, pages that no column can use are not.
+        """
+        return max(self.page_limit, self.committed_pages)
+
     @abstractmethod
     def release(self, col: int) -> None:
-        """Give the column's memory back. The column reads as zeros and can be used anew."""
+        """Give the column's memory back. The column can be used anew and reads as zeros then.
+
+        Until it is prepared again it must not be read or written: a store may take its pages
+        away as soon as the work is done that the device had before this call.
+        """
 
     @abstractmethod
     def clone(self, src: int, dst: int, n_rows: int) -> None:
         """Give the empty column ``dst`` the positions [0, n_rows) of ``src``.
 
         Of a ring that wrapped these are the ones that its rows still hold. Raises StoreError when
-        ``dst`` is in use or ``src`` was not prepared that far.
+        ``dst`` is in use or ``src`` was not prepared that far, StoreFullError (with ``dst`` empty)
+        when memory cannot be had now.
         """
 
     @abstractmethod
@@ -88,6 +132,10 @@ class ColumnStore(ABC):
     @abstractmethod
     def resident_bytes(self) -> int:
         """Memory in use as measured, not computed."""
+
+    def statistics(self) -> dict[str, float]:
+        """Totals for measuring, by name; each store has its own, by default none."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import StoreError
+from ..errors import StoreError, StoreFullError
 from ..geometry import SCRATCH_COLUMN, CacheGeometry, RegionGeometry
 from .base import ColumnStore
 
@@ -127,9 +127,10 @@ class DenseStore(ColumnStore):
             with torch.inference_mode(False):  # so that it can be written in and out of that mode
                 new = torch.zeros(shape, dtype=dtype)
         except RuntimeError as error:
-            raise StoreError(
+            raise StoreFullError(
                 f"no memory for {rows} rows of {region.cols} columns of region {region.name!r}: "
-                f"{str(error).splitlines()[0]}; lower the byte budget or max_seqs"
+                f"{str(error).splitlines()[0]}; lower the byte budget or max_seqs",
+                self._whole_pages(rows * region.cols * region.layer_stride * region.itemsize),
             ) from error
         if old is not None:
             kept = min(rows, old.shape[0])

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import StoreError
+from ..errors import StoreError, StoreFullError
 from ..geometry import SCRATCH_COLUMN, CacheGeometry
 from .base import ColumnStore
 from .region import HostRegion
@@ -74,6 +74,7 @@ class HostStore(ColumnStore):
     def _back(self, col: int, start: int, end: int) -> None:
         self._check_open("prepare_write")
         self._check_range("prepare_write", col, start, end)
+        self._check_limit(col, start, end)
         for region in self._regions:
             region.grow(col, end)
         for region in self._regions:
@@ -136,6 +137,15 @@ class HostStore(ColumnStore):
             self._ready = [-1] * self.geometry.cols
             for region in self._regions:
                 region.close()
+
+    def _check_limit(self, col: int, start: int, end: int) -> None:
+        needed = sum(region.pages_needed({col: (start, end)}) for region in self._regions)
+        if needed and self.committed_pages + needed > self.page_limit:
+            raise StoreFullError(
+                f"prepare_write: column {col} needs {needed} pages, {self.committed_pages} of "
+                f"{self.page_limit} are in use; release a sequence or raise the limit",
+                needed,
+            )
 
     def _backed_positions(self, col: int) -> int:
         capacity = self.geometry.capacity

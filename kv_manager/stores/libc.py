@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 
-from ..errors import StoreError
+from ..errors import StoreError, StoreFullError
 
 __all__ = ["allocate", "map_file", "new_file", "punch", "reserve", "reserve_again", "unmap"]
 
@@ -96,18 +96,30 @@ def unmap(address: int, nbytes: int) -> None:
     _libc.munmap(address, nbytes)
 
 
-def allocate(fd: int, offset: int, nbytes: int) -> None:
-    """Commit file bytes now (zeros), or fail with the file as it was."""
-    _fallocate(fd, 0, offset, nbytes)
+def allocate(fd: int, first: int, count: int, page_size: int) -> None:
+    """Commit file pages now (zeros), or fail with the file as it was.
+
+    Raises StoreFullError where the system has no memory.
+    """
+    nbytes = count * page_size
+    number = _fallocate(fd, 0, first * page_size, nbytes)
+    if number in (errno.ENOMEM, errno.ENOSPC):
+        raise StoreFullError(str(_error("fallocate", nbytes, number)), count)
+    if number:
+        raise _error("fallocate", nbytes, number)
 
 
 def punch(fd: int, offset: int, nbytes: int) -> None:
     """Give file bytes back to the operating system; they read as zeros."""
-    _fallocate(fd, FALLOC_PUNCH, offset, nbytes)
+    number = _fallocate(fd, FALLOC_PUNCH, offset, nbytes)
+    if number:
+        raise _error("fallocate", nbytes, number)
 
 
-def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
+def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> int:
+    """The error number, 0 for success."""
     while _libc.fallocate(fd, mode, offset, nbytes) != 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:
-            raise _error("fallocate", nbytes, number)
+            return number
+    return 0

@@ -50,7 +50,7 @@ class HostRegion:
         writers: Counter[int] = Counter()
         for col, (start, end) in wants.items():
             pages = self.table.pages[col]
-            new += max(0, self.geometry.pages_for(end) - len(pages))
+            new += max(0, self.geometry.pages_of(col, end) - len(pages))
             if self.table.any_shared:
                 writers.update(
                     pages[index]
@@ -62,12 +62,11 @@ class HostRegion:
     def grow(self, col: int, end: int) -> None:
         """Back the rows of positions [0, end)."""
         have = len(self.table.pages[col])
-        count = self.geometry.pages_for(end) - have
+        count = self.geometry.pages_of(col, end) - have
         if count <= 0:
             return
         first = self.table.fresh(col, have)
-        size = self.geometry.page_size
-        libc.allocate(self._fd, first * size, count * size)
+        libc.allocate(self._fd, first, count, self.geometry.page_size)
         self._map_or_free(col, have, first, count)
         self.table.append(col, first, count)
 
@@ -85,7 +84,7 @@ class HostRegion:
 
     def truncate(self, col: int, length: int) -> None:
         """Take the pages that hold no position below ``length``; free those nobody else holds."""
-        keep = self.geometry.pages_for(length)
+        keep = self.geometry.pages_of_rows(length)
         count = len(self.table.pages[col]) - keep
         if count <= 0:
             return
@@ -96,7 +95,7 @@ class HostRegion:
 
     def share(self, src: int, dst: int, length: int) -> None:
         """Map the pages of ``src`` that hold positions [0, length) in the empty ``dst`` too."""
-        pages = self.table.pages[src][: self.geometry.pages_for(length)]
+        pages = self.table.pages[src][: self.geometry.pages_of_rows(length)]
         index, count = 0, len(pages)
         try:
             for first, run in runs(pages):
@@ -141,7 +140,7 @@ class HostRegion:
 
     def _copy_page(self, col: int, index: int, page: int) -> None:
         size = self.geometry.page_size
-        libc.allocate(self._fd, page * size, size)
+        libc.allocate(self._fd, page, 1, size)
         source = (ctypes.c_char * size).from_address(self._address(col, index))
         view, done = memoryview(source), 0
         while done < size:

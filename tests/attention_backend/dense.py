@@ -17,7 +17,7 @@ def dense_attention(
 ) -> torch.Tensor:
     """Queries [q, Hq, D] at the last q positions of key and value [n, H, D]; [q, Hq, D] float64."""
     group = query.shape[1] // key.shape[1]
-    positions = torch.arange(key.shape[0])
+    positions = torch.arange(key.shape[0], device=key.device)
     distance = positions[-query.shape[0] :].unsqueeze(1) - positions
     seen = torch.ones_like(distance, dtype=torch.bool)
     if causal:

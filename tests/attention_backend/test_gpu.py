@@ -1,4 +1,4 @@
-"""The oracle on a GPU: what the CUDA kernels will be held against is the same there."""
+"""The oracle on a GPU: what the CUDA kernels are held against is the same there."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_kv_columns.attention_backend import (
+    op,
     sdpa_varlen,
     sdpa_varlen_reference,
     write_slots_reference,
@@ -57,7 +58,9 @@ def test_the_reference_writes_across_devices() -> None:
         assert cache.abs().sum() == tokens.abs().sum()
 
 
-def test_the_op_names_a_device_that_has_no_kernel() -> None:
+def test_the_op_names_a_device_that_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {name: kernel for name, kernel in op._kernels.items() if name != "cuda"}
+    monkeypatch.setattr(op, "_kernels", kernels)
     made = build(STEP)
     query, key_cache, value_cache, seq_info = (
         tensor.cuda() for tensor in (made.query, made.key_cache, made.value_cache, made.seq_info)

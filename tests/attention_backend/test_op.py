@@ -16,6 +16,7 @@ from vllm_kv_columns.attention_backend import (
     sdpa_varlen_reference,
     write_slots,
 )
+from vllm_kv_columns.attention_backend.triton import TritonKernel
 from vllm_kv_columns.kv_manager import StepTables
 from vllm_kv_columns.kv_manager.hooks import kernel_class
 
@@ -30,14 +31,18 @@ CASE = Case(
     window=WINDOW,
 )
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-def test_opcheck_sdpa_varlen(dtype: torch.dtype, causal: bool) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_sdpa_varlen(dtype: torch.dtype, causal: bool, device: str) -> None:
     made = build(replace(CASE, dtype=dtype))
+    tensors = (made.query, made.key_cache, made.value_cache, made.seq_info)
     torch.library.opcheck(
         torch.ops.kv_columns.sdpa_varlen.default,
-        (made.query, made.key_cache, made.value_cache, made.seq_info, made.scale, causal, WINDOW),
+        (*(tensor.to(device) for tensor in tensors), made.scale, causal, WINDOW),
     )
 
 
@@ -67,25 +72,27 @@ def layer(
     return sdpa_varlen(query, key_cache, value_cache, seq_info, 0.2, True, WINDOW)
 
 
-def layer_inputs(tokens: int) -> tuple[torch.Tensor, ...]:
+def layer_inputs(tokens: int, device: str) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(tokens)
-    cache = torch.randn(COLS, ROWS, 3, 2, HEADS, SIZE)[:, :, 1].transpose(0, 1)
+    cache = torch.randn(COLS, ROWS, 3, 2, HEADS, SIZE).to(device)[:, :, 1].transpose(0, 1)
     info = torch.tensor([(0, 1, 2, 7), (1, tokens - 1, 1, 20)], dtype=torch.int32)
     return (
-        torch.randn(tokens, 16),
-        torch.randn(16, (HEADS * GROUP + 2 * HEADS) * SIZE),
+        torch.randn(tokens, 16).to(device),
+        torch.randn(16, (HEADS * GROUP + 2 * HEADS) * SIZE).to(device),
         cache[:, :, 0],
         cache[:, :, 1],
-        info,
-        torch.tensor([2] + [1] * (tokens - 1), dtype=torch.int32),
-        torch.tensor([6, *range(21 - tokens, 20)], dtype=torch.int32),
+        info.to(device),
+        torch.tensor([2] + [1] * (tokens - 1), dtype=torch.int32, device=device),
+        torch.tensor([6, *range(21 - tokens, 20)], dtype=torch.int32, device=device),
     )
 
 
 # torch's inductor itself uses what torch deprecates.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiles_whole_with_a_dynamic_number_of_tokens(backend: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_whole_with_a_dynamic_number_of_tokens(backend: str, device: str) -> None:
     torch._dynamo.reset()
     compiles = 0
 
@@ -97,23 +104,24 @@ def test_compiles_whole_with_a_dynamic_number_of_tokens(backend: str) -> None:
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counting)
     for tokens in (5, 8, 13):
-        eager, ours = layer_inputs(tokens), layer_inputs(tokens)
+        eager, ours = layer_inputs(tokens, device), layer_inputs(tokens, device)
         torch.testing.assert_close(compiled(*ours), layer(*eager))
         torch.testing.assert_close(ours[2:4], eager[2:4])
     assert compiles == 1
 
 
-def test_exports_with_a_dynamic_step_width() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_exports_with_a_dynamic_step_width(device: str) -> None:
     class Layer(torch.nn.Module):
         def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
             return layer(*inputs)
 
     width, segments = torch.export.Dim("width", min=2, max=64), torch.export.Dim("segments")
     shapes = ({0: width}, None, None, None, {0: segments}, {0: width}, {0: width})
-    program = torch.export.export(Layer(), layer_inputs(6), dynamic_shapes=(shapes,))
+    program = torch.export.export(Layer(), layer_inputs(6, device), dynamic_shapes=(shapes,))
     for tokens in (6, 11):
         torch.testing.assert_close(
-            program.module()(*layer_inputs(tokens)), layer(*layer_inputs(tokens))
+            program.module()(*layer_inputs(tokens, device)), layer(*layer_inputs(tokens, device))
         )
 
 
@@ -247,7 +255,9 @@ def test_a_registered_kernel_takes_over_its_devices(monkeypatch: pytest.MonkeyPa
     assert (call() == 1).all()
 
 
-def test_the_cpu_kernel_is_found_by_name_through_the_hook() -> None:
+def test_kernels_are_found_by_name_through_the_hook() -> None:
+    assert kernel_class("triton") is TritonKernel
+    assert isinstance(op._kernels["cuda"], TritonKernel)
     found = kernel_class("torch-sdpa")
     assert found is CpuKernel
     assert issubclass(found, AttentionKernel)

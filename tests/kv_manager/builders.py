@@ -9,12 +9,15 @@ from vllm_kv_columns.kv_manager import (
     CacheConfig,
     CacheGeometry,
     ColumnStore,
+    CudaVmmStore,
     DenseStore,
     FlatPolicy,
     HostStore,
     LayerGroup,
     RingPolicy,
 )
+
+from .fake_driver import FakeDriver
 
 PAGE = 4096
 
@@ -25,7 +28,31 @@ class SmallDenseStore(DenseStore):
     GROWTH_ROWS: ClassVar[int] = 3
 
 
-STORES: dict[str, type[ColumnStore]] = {"host": HostStore, "dense": SmallDenseStore}
+class FakeCudaStore(CudaVmmStore):
+    """Over a device that has always finished its work; takes released pages away at once."""
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        super().__init__(geometry, driver=FakeDriver(), spare_bytes=0)
+
+    def release(self, col: int) -> None:
+        super().release(col)
+        self.trim()
+
+    def shrink(self, col: int, length: int) -> None:
+        super().shrink(col, length)
+        self.trim()
+
+    def close(self) -> None:
+        super().close()
+        assert isinstance(self._driver, FakeDriver)
+        assert self._driver.held == 0
+
+
+STORES: dict[str, type[ColumnStore]] = {
+    "host": HostStore,
+    "dense": SmallDenseStore,
+    "cuda-vmm": FakeCudaStore,
+}
 
 
 def flat_group(**changes: Any) -> LayerGroup:

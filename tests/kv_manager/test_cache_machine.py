@@ -1,4 +1,4 @@
-"""Random use of the cache against a model of plain lists, on both stores.
+"""Random use of the cache against a model of plain lists, on all stores.
 
 The model keeps, for each sequence, its tokens and for each ring which position sits in which slot.
 Every token has a number that is written to the store at its slot in every layer, and every row
@@ -24,9 +24,10 @@ from vllm_kv_columns.kv_manager import (
     RewindError,
     StepError,
     StepOrderError,
+    StoreFullError,
 )
 
-from .builders import PAGE, SmallDenseStore, config, is_zero, make_cache
+from .builders import PAGE, FakeCudaStore, SmallDenseStore, config, is_zero, make_cache
 
 CONFIG = config(budget_bytes=61 * PAGE)  # four full sequences would need 99
 WINDOWS = {8: 5, 14: 11}  # rows of a ring: its window
@@ -73,6 +74,7 @@ class Sequence:
 
 class CacheMachine(RuleBasedStateMachine):
     store_class: type[ColumnStore]
+    clones_cost = False  # pages at once, and not when written
 
     @initialize(length=st.integers(0, 20))
     def start(self, length: int) -> None:
@@ -145,10 +147,15 @@ class CacheMachine(RuleBasedStateMachine):
             with self.refused(CacheFullError):
                 self.cache.seq_clone(src, n)
             return
-        used = self.cache.used_pages
+        used, n = self.cache.used_pages, len(sequence.tokens) if whole else n
+        cost = self.store.geometry.pages_for(n) if self.clones_cost else 0
+        if cost > self.cache.free_pages:
+            with self.refused(StoreFullError):
+                self.cache.seq_clone(src, n)
+            return
         col = self.cache.seq_clone(src, None if whole else n)
-        assert self.cache.used_pages == used
-        self.model[col] = sequence.prefix(len(sequence.tokens) if whole else n)
+        assert self.cache.used_pages == used + cost
+        self.model[col] = sequence.prefix(n)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -298,6 +305,8 @@ class CacheMachine(RuleBasedStateMachine):
     def pages_are_counted_and_bounded(self) -> None:
         used = self.store.committed_pages
         assert self.cache.used_pages == used <= CONFIG.budget_bytes // PAGE
+        if isinstance(self.store, FakeCudaStore):
+            assert used * PAGE <= self.store.resident_bytes() <= CONFIG.budget_bytes
         if isinstance(self.store, HostStore):
             assert self.store.resident_bytes() == used * PAGE
             bound = self.store.geometry.scratch_pages * PAGE
@@ -316,6 +325,11 @@ class DenseMachine(CacheMachine):
     store_class = SmallDenseStore
 
 
+class CudaMachine(CacheMachine):
+    store_class = FakeCudaStore
+    clones_cost = True
+
+
 SETTINGS = settings(
     max_examples=60, stateful_step_count=30, deadline=None, report_multiple_bugs=False
 )
@@ -323,3 +337,5 @@ TestHostStore = HostMachine.TestCase
 TestHostStore.settings = SETTINGS
 TestDenseStore = DenseMachine.TestCase
 TestDenseStore.settings = SETTINGS
+TestCudaStore = CudaMachine.TestCase
+TestCudaStore.settings = SETTINGS

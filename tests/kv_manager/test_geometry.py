@@ -149,3 +149,23 @@ def test_pages_for_is_the_least_that_holds_the_rows(region: RegionGeometry, n: i
     assert region.rows_within(pages) >= min(n, region.rows)
     if region.growth_rows == 1 and pages:
         assert region.rows_within(pages - 1) < min(n, region.rows)
+
+
+def test_rows_ahead_of_need_are_counted_with_the_column_and_not_with_scratch() -> None:
+    plain = CacheGeometry.of(config())
+    ahead = CacheGeometry.of(config(ahead_rows=3))
+    assert ahead.pages_for(0) == 0
+    assert [ahead.pages_for(n) for n in range(1, 39)] == [plain.pages_for(n) for n in range(4, 42)]
+    assert ahead.pages_for(39) == ahead.pages_for(41) == plain.pages_for(41)
+    assert ahead.scratch_pages == plain.scratch_pages
+
+
+def test_tokens_within_is_the_inverse_of_pages_for() -> None:
+    for changes in ({}, {"ahead_rows": 3}, {"ahead_rows": 2, "growth_rows": 5}):
+        geometry = CacheGeometry.of(config(**changes))
+        for region in geometry.regions:
+            for pages in range(region.pages_per_column):
+                most = region.tokens_within(pages)
+                assert most is not None
+                assert region.pages_for(most) <= pages < region.pages_for(most + 1)
+            assert region.tokens_within(region.pages_per_column) is None

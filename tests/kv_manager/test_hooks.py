@@ -9,6 +9,7 @@ import pytest
 from vllm_kv_columns.kv_manager import (
     ColumnStore,
     ConfigError,
+    CudaVmmStore,
     DenseStore,
     HostStore,
     hooks,
@@ -34,7 +35,9 @@ def manager() -> pluggy.PluginManager:
     return manager
 
 
-@pytest.mark.parametrize(("name", "cls"), [("host", HostStore), ("dense", DenseStore)])
+@pytest.mark.parametrize(
+    ("name", "cls"), [("host", HostStore), ("dense", DenseStore), ("cuda-vmm", CudaVmmStore)]
+)
 def test_built_in_stores_come_through_the_hook(
     manager: pluggy.PluginManager, name: str, cls: type[ColumnStore]
 ) -> None:
@@ -47,7 +50,7 @@ def test_a_store_of_somebody_else_is_found(manager: pluggy.PluginManager) -> Non
 
 
 def test_an_unknown_name_lists_the_known_ones(manager: pluggy.PluginManager) -> None:
-    with pytest.raises(ConfigError, match="unknown store 'cuda'; known are: dense, host"):
+    with pytest.raises(ConfigError, match="unknown store 'cuda'; known are: cuda-vmm, dense, host"):
         hooks.store_class("cuda", manager)
 
 

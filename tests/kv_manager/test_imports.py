@@ -30,5 +30,5 @@ def test_every_public_name_is_there_and_others_are_not() -> None:
 
     for name in kv_manager.__all__:
         assert getattr(kv_manager, name) is not None
-    with pytest.raises(AttributeError, match="has no attribute 'CudaStore'"):
-        _ = kv_manager.CudaStore
+    with pytest.raises(AttributeError, match="has no attribute 'HipStore'"):
+        _ = kv_manager.HipStore

@@ -1,4 +1,4 @@
-"""What both stores promise, and where they differ."""
+"""What all stores promise, and where they differ."""
 
 from collections.abc import Iterator
 
@@ -12,6 +12,7 @@ from vllm_kv_columns.kv_manager import (
     DenseStore,
     HostStore,
     StoreError,
+    StoreFullError,
 )
 
 from .builders import (
@@ -371,3 +372,55 @@ def test_a_dense_store_without_memory_says_for_what(monkeypatch: pytest.MonkeyPa
     ):
         dense.prepare_write(1, 3, 4)
     assert all(holds(dense, 1, p, 100 * p) for p in range(3))
+
+
+@pytest.mark.parametrize("cls", [HostStore, STORES["cuda-vmm"]], ids=["host", "cuda-vmm"])
+def test_a_limit_is_a_shortage_that_passes(cls: type[ColumnStore]) -> None:
+    with cls(GEOMETRY) as store:
+        fill(store, 1, 0, 7)
+        assert store.page_limit == GEOMETRY.budget_pages
+        store.limit_pages = limit = store.committed_pages + GEOMETRY.pages_for(7) + 1
+        with pytest.raises(StoreFullError):
+            store.prepare_writes({2: (0, 7), 3: (0, 7), 4: (0, 7)})
+        assert store.pages_needed({2: (0, 7)}) == 0
+        assert store.committed_pages <= limit
+        assert store.obtainable_pages() == limit
+        assert all(holds(store, 1, p, 100 * p) for p in range(7))
+        store.release(1)
+        store.prepare_write(3, 0, 7)
+        assert is_zero(store, 3)
+        store.limit_pages = None
+        store.prepare_write(4, 0, 41)
+
+
+@pytest.mark.parametrize("cls", [HostStore, STORES["cuda-vmm"]], ids=["host", "cuda-vmm"])
+def test_rows_ahead_of_need_are_backed_with_the_rest_and_within_the_promise(
+    cls: type[ColumnStore],
+) -> None:
+    geometry = CacheGeometry.of(config(ahead_rows=3))
+    assert geometry.scratch_pages == GEOMETRY.scratch_pages
+    with cls(geometry) as store:
+        assert store.committed_pages == geometry.scratch_pages
+        for end in range(1, 42):
+            needed = store.pages_needed({1: (end - 1, end)})
+            before = store.committed_pages
+            store.prepare_write(1, end - 1, end)
+            write(store, 1, end - 1, 100 * end)
+            assert store.committed_pages == before + needed
+            assert store.committed_pages - geometry.scratch_pages <= geometry.pages_for(end)
+        store.clone(1, 2, 20)
+        store.prepare_ahead({1: 41, 2: 23})
+        assert store.pages_needed({2: (20, 21)}) + store.committed_pages <= (
+            geometry.scratch_pages + 3 * geometry.pages_for(41)
+        )
+        assert all(holds(store, 1, p, 100 * (p + 1)) for p in range(33, 41))
+        store.shrink(1, 35)
+        assert holds(store, 1, 34, 3500)
+
+
+def test_prepare_ahead_is_a_hint_that_a_store_may_ignore(store: ColumnStore) -> None:
+    fill(store, 1, 0, 7)
+    store.prepare_ahead({1: 9})
+    store.prepare_write(1, 7, 9)
+    assert all(holds(store, 1, p, 100 * p) for p in range(7))
+    assert store.obtainable_pages() >= store.committed_pages

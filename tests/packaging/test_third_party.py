@@ -69,4 +69,4 @@ def test_without_it_the_name_is_unknown(tmp_path: Path) -> None:
         "except ConfigError as error: print(error)"
     )
     message = run(sys.executable, "-c", code, cwd=tmp_path).stdout
-    assert message.strip() == "unknown store 'tiny'; known are: dense, host"
+    assert message.strip() == "unknown store 'tiny'; known are: cuda-vmm, dense, host"

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,29 +23,62 @@ LENGTHS = [5, 63, 111, 242, 17, 130, 200, 90, 64, 65, 1, 33, 180, 77, 150, 240]
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 
 
+def logprob_gaps(ours: Result, stock: Result, run: int = 0, stock_run: int = 0) -> list[float]:
+    """|ours - stock| of every token that both list as likely, of all prompts of a run."""
+    return [
+        abs(mine[token] - theirs[token])
+        for a, b in zip(ours["runs"][run], stock["runs"][stock_run], strict=True)
+        for mine, theirs in zip(a[0]["logprobs"], b[0]["logprobs"], strict=True)
+        for token in mine.keys() & theirs.keys()
+    ]
+
+
+def tokens(result: Result, run: int = 0) -> list[list[list[int]]]:
+    """Token ids of every completion of every prompt of a run."""
+    return [[completion["tokens"] for completion in request] for request in result["runs"][run]]
+
+
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """Run one job; an equal job is run once per session."""
+    """Run one job; an equal job is run once per session. May be called from several threads."""
     folder = tmp_path_factory.mktemp("engines")
     done: dict[str, Result] = {}
+    locks: dict[str, threading.Lock] = {}
 
-    def run(llm: Job, runs: list[Job], *, fault: str | None = None, plugin: bool = True) -> Result:
-        text = json.dumps({"llm": llm, "runs": runs, "fault": fault}, sort_keys=True)
-        key = f"{plugin}{text}"
-        if key not in done:
-            path = folder / f"{len(done)}.json"
-            path.write_text(text)
-            env = {**os.environ, **({} if plugin else {"VLLM_PLUGINS": "none"})}
-            log = path.with_suffix(".log")
-            with log.open("w") as out:
-                code = subprocess.run(
-                    [sys.executable, str(ENGINE), str(path)], stdout=out, stderr=out, env=env
-                ).returncode
-            assert code == 0, f"the engine failed:\n{log.read_text()[-6000:]}"
-            done[key] = json.loads(path.with_suffix(".out.json").read_text())
+    def run(
+        llm: Job,
+        runs: list[Job],
+        *,
+        fault: str | None = None,
+        plugin: bool = True,
+        weights: str | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Result:
+        job = {"llm": llm, "runs": runs, "fault": fault, "weights": weights}
+        text = json.dumps(job, sort_keys=True)
+        key = f"{plugin}{env}{text}"
+        with locks.setdefault(key, threading.Lock()):
+            if key not in done:
+                path = folder / f"{list(locks).index(key)}.json"
+                path.write_text(text)
+                done[key] = _run_process(path, {} if plugin else {"VLLM_PLUGINS": "none"}, env)
         return done[key]
 
     return run
+
+
+def _run_process(path: Path, *environments: dict[str, str] | None) -> Result:
+    environment = dict(os.environ)
+    for more in environments:
+        environment |= more or {}
+    log = path.with_suffix(".log")
+    with log.open("w") as out:
+        code = subprocess.run(
+            [sys.executable, str(ENGINE), str(path)], stdout=out, stderr=out, env=environment
+        ).returncode
+    assert code == 0, f"the engine failed:\n{log.read_text()[-6000:]}"
+    result: Result = json.loads(path.with_suffix(".out.json").read_text())
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """Runs one vLLM engine in a process of its own: `python engine.py FILE`, JSON in, JSON out.
 
-Job: {"llm": LLM arguments, "fault": name or absent, "runs": [{"prompts": [token ids],
-"params": sampling parameters, "abort_after": tokens or absent}]}. One process holds scheduler and
+Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "runs":
+[{"prompts": [token ids], "params": sampling parameters, "abort_after": tokens or absent,
+"one_by_one": true or absent}]}. One process holds scheduler and
 worker, so that a fault can be planted in both and the store be read at every step.
 """
 
@@ -9,6 +10,8 @@ import itertools
 import json
 import os
 import sys
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +39,87 @@ def plant(fault: str) -> None:
 
         ColumnDriver.prepare = prepare  # type: ignore[method-assign]
     elif fault == "wrong column":
-        from vllm_kv_columns.attention_backend.vllm import metadata
+        from vllm_kv_columns.attention_backend.vllm.tables import HostTables
 
-        tables = metadata.step_tables
+        make = HostTables.make
 
-        def swapped(batch: Any, block_size: int) -> Any:
-            step = tables(batch, block_size)
+        def swapped(self: Any, batch: Any) -> Any:
+            step = make(self, batch)
             if step.seq_info.shape[0] > 1:
                 step.seq_info[:2, 2] = step.seq_info[:2, 2].flip(0)
             return step
 
-        metadata.step_tables = swapped
+        HostTables.make = swapped  # type: ignore[method-assign]
+    elif fault == "memory taken away for a while":
+        take_memory_away()
     else:
         raise ValueError(fault)
 
 
-def watch() -> list[dict[str, int]]:
+def take_memory_away(first: int = 10, last: int = 90) -> None:
+    """From one step to another the store gets no new page, as if somebody else held the memory."""
+    from vllm_kv_columns.kv_manager import StoreFullError
+    from vllm_kv_columns.plugin import patches
+    from vllm_kv_columns.plugin.column_driver import ColumnDriver
+    from vllm_kv_columns.plugin.options import ColumnOptions
+
+    store = patches.hooks.store_class(
+        ColumnOptions.parse({}, patches.current_platform.device_type).store
+    )
+    prepare, obtainable = ColumnDriver.prepare, store.obtainable_pages
+    one, many = store.prepare_write, store.prepare_writes
+    steps = itertools.count()
+    taken = False
+
+    def count(self: Any, plan: Any) -> None:
+        nonlocal taken
+        taken = first <= next(steps) < last
+        prepare(self, plan)
+
+    def check(self: Any, wants: dict[int, tuple[int, int]]) -> None:
+        if taken and self.pages_needed(wants):
+            raise StoreFullError("the test holds the memory", 1)
+
+    def prepare_write(self: Any, col: int, start: int, end: int) -> None:
+        check(self, {col: (start, end)})
+        one(self, col, start, end)
+
+    def prepare_writes(self: Any, wants: dict[int, tuple[int, int]]) -> None:
+        check(self, wants)
+        many(self, wants)
+
+    ColumnDriver.prepare = count  # type: ignore[method-assign]
+    store.prepare_write = prepare_write  # type: ignore[method-assign]
+    store.prepare_writes = prepare_writes  # type: ignore[method-assign]
+    store.obtainable_pages = lambda self: self.committed_pages if taken else obtainable(self)  # type: ignore[method-assign]
+
+
+def randomize(llm: Any) -> None:
+    """Weights that make attention matter, the same for every backend: a seed for each name.
+
+    What a layer adds is kept small beside what it adds to, or rounding would grow from layer to
+    layer until nothing could be compared.
+    """
+    import torch
+
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model = worker.model_runner.get_model()
+    gemma = type(model).__name__.startswith("Gemma")  # its norms scale by one plus the weight
+    added = ("post_attention_layernorm", "post_feedforward_layernorm")
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            one = 0.0 if gemma else 1.0
+            weight.data.fill_(-0.8 if gemma and any(norm in name for norm in added) else one)
+        else:
+            generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
+            weight.data.normal_(0, 0.02, generator=generator)
+
+
+def watch() -> list[dict[str, float]]:
     """Record, after each step is prepared, the live tokens and what the store measures."""
     from vllm_kv_columns.plugin.column_driver import ColumnDriver
 
-    log: list[dict[str, int]] = []
+    log: list[dict[str, float]] = []
     length: dict[str, int] = {}
     stock = ColumnDriver.prepare
 
@@ -78,6 +142,8 @@ def watch() -> list[dict[str, int]]:
                     for region in regions
                 ),
                 "regions": len(regions),
+                "tokens": plan.total_num_scheduled_tokens,
+                "seconds": time.perf_counter(),
                 "resident_bytes": self.store.resident_bytes(),
             }
         )
@@ -131,17 +197,24 @@ def main(path: Path) -> None:
     columns = job["llm"].get("attention_backend") == "SDPA_VARLEN"
     log = watch() if columns else []
     llm = LLM(disable_log_stats=False, seed=0, **job["llm"])
+    if job.get("weights") == "random":
+        randomize(llm)
     runs = []
     for run in job["runs"]:
         params = SamplingParams(detokenize=False, **run["params"])
         prompts = [{"prompt_token_ids": ids} for ids in run["prompts"]]
         if "abort_after" in run:
             results = generate_and_abort(llm, prompts, params, run["abort_after"])
+        elif run.get("one_by_one"):
+            results = [llm.generate(one, params, use_tqdm=False)[0] for one in prompts]
         else:
             results = llm.generate(prompts, params, use_tqdm=False)
         runs.append(outputs(results))
-    # One more step tells the worker what finished; a serving engine takes it by itself.
-    llm.llm_engine.step()
+    # More steps tell the worker what finished; a serving engine takes them by itself.
+    for _ in range(3):
+        llm.llm_engine.step()
+    if columns:
+        llm.collective_rpc("kv_columns_settle")
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     metrics = {
         metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")

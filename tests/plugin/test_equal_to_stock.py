@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.plugin import tiny_models
-from tests.plugin.conftest import GREEDY, LENGTHS, Job, Result
+from tests.plugin.conftest import GREEDY, LENGTHS, Job, Result, logprob_gaps, tokens
 
 RunEngine = Callable[..., Result]
 COLUMNS = {"attention_backend": "SDPA_VARLEN"}
@@ -31,10 +31,6 @@ def llm(model: Path, **changes: Any) -> Job:
         "enable_prefix_caching": False,
         **changes,
     }
-
-
-def tokens(result: Result, run: int = 0) -> list[list[list[int]]]:
-    return [[completion["tokens"] for completion in request] for request in result["runs"][run]]
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +137,23 @@ class TestSmolLM2:
         }
         ours = run_engine(llm(smollm2, **COLUMNS, dtype="bfloat16"), [job])
         stock = run_engine(llm(smollm2, dtype="bfloat16"), [job], plugin=False)
-        gaps = [
-            abs(mine[token] - theirs[token])
-            for a, b in zip(ours["runs"][0], stock["runs"][0], strict=True)
-            for mine, theirs in zip(a[0]["logprobs"], b[0]["logprobs"], strict=True)
-            for token in mine.keys() & theirs.keys()
-        ]
+        gaps = logprob_gaps(ours, stock)
         assert len(gaps) > 16 * 15
         assert sum(gaps) / len(gaps) <= BF16_MEAN_BOUND
         assert max(gaps) <= BF16_MAX_BOUND
         assert all(math.isfinite(gap) for gap in gaps)
+
+    def test_memory_that_is_not_there_preempts_and_nothing_else(
+        self, run_engine: RunEngine, smollm2: Path, greedy: Job, stock: Result
+    ) -> None:
+        """Pages vanish between the scheduler's check and the allocation, and come back later."""
+        result = run_engine(
+            llm(smollm2, **COLUMNS), [greedy, greedy], fault="memory taken away for a while"
+        )
+        assert result["preemptions"] > 0
+        assert tokens(result) == tokens(result, 1) == tokens(stock)
+        assert result["kv_cache_usage"] == 0
+        assert result["stats"]["resident_bytes"] == PAGE
 
 
 TINY_GREEDY = {"prompts": tiny_models.prompts(LENGTHS), "params": GREEDY}

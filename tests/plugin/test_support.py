@@ -30,12 +30,15 @@ def test_the_switch_selects_the_worker_and_turns_prefix_reuse_off(mistral_like: 
     config = configure(mistral_like, enable_prefix_caching=True)
     assert config.parallel_config.worker_cls == patches.WORKERS["cpu"][1]
     assert not config.cache_config.enable_prefix_caching
+    asynchronous = bool(config.scheduler_config.async_scheduling)
+    assert config.scheduler_config.scheduler_cls == patches.SCHEDULERS[asynchronous]
 
 
 def test_without_the_switch_the_configuration_is_stock(mistral_like: Path) -> None:
     config = EngineArgs(model=str(mistral_like), skip_tokenizer_init=True).create_engine_config()
     assert config.parallel_config.worker_cls == patches.WORKERS["cpu"][0]
     assert config.cache_config.enable_prefix_caching
+    assert config.scheduler_config.scheduler_cls is None
 
 
 @pytest.mark.parametrize(
@@ -68,19 +71,42 @@ def test_without_the_switch_the_configuration_is_stock(mistral_like: Path) -> No
         ),
         (
             {"additional_config": {"kv_columns": {"pages": 1}}},
-            "Unknown option 'pages' in kv_columns; known options: store, kernel, page_size.",
+            "Unknown option 'pages' in kv_columns; known options: store, kernel, page_size, "
+            "ahead_rows, spare_bytes, layers_per_region.",
         ),
         (
             {"additional_config": {"kv_columns": {"store": "tape"}}},
-            "unknown store 'tape'; known are: dense, host",
+            "unknown store 'tape'; known are: cuda-vmm, dense, host",
         ),
         (
             {"additional_config": {"kv_columns": {"store": "dense"}}},
             "SDPA_VARLEN does not support the store 'dense' under vLLM: it lengthens all columns "
-            "together, and vLLM budgets each request by itself; use the store 'host'.",
+            "together, and vLLM budgets each request by itself; choose another in "
+            "kv_columns.store.",
+        ),
+        (
+            {"additional_config": {"kv_columns": {"store": "cuda-vmm"}}},
+            "SDPA_VARLEN does not support the store 'cuda-vmm' on cpu: its memory is for cuda; "
+            "choose another in kv_columns.store.",
+        ),
+        (
+            {"scheduler_cls": "my.Scheduler"},
+            "SDPA_VARLEN does not support --scheduler-cls my.Scheduler: the columns need a "
+            "scheduler of their own; drop --scheduler-cls.",
         ),
     ],
-    ids=["fp8", "speculation", "offloading", "pipeline", "worker", "option", "store", "dense"],
+    ids=[
+        "fp8",
+        "speculation",
+        "offloading",
+        "pipeline",
+        "worker",
+        "option",
+        "store",
+        "dense",
+        "other device",
+        "scheduler",
+    ],
 )
 def test_refusals(mistral_like: Path, arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -92,6 +118,7 @@ def test_refusals(mistral_like: Path, arguments: dict[str, Any], sentence: str) 
     [
         ("cpu", "0.31.2", "vLLM 0.31.2: its internals may differ"),
         ("cpu", "0.33.0+cpu", "install vLLM 0.32 for cpu, or drop --attention-backend."),
+        ("cuda", "0.32.0", "install vLLM 0.33 for cuda, or drop --attention-backend."),
         ("tpu", "0.32.0", "the tpu platform: this release of vllm-kv-columns has no store"),
     ],
 )

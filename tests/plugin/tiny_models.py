@@ -1,4 +1,7 @@
-"""Small random models whose greedy text varies (untied weights) and tells wrong attention."""
+"""Random models whose greedy text varies (untied weights) and tells wrong attention.
+
+The tiny ones are saved with weights; the full-sized shapes are configurations only.
+"""
 
 from pathlib import Path
 
@@ -6,8 +9,10 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    LlamaConfig,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -56,6 +61,49 @@ def mistral_like(folder: Path) -> Path:
         eos_token_id=None,
     )
     return _save(MistralForCausalLM(config), folder)
+
+
+def gemma3_shape(folder: Path) -> Path:
+    """26 layers, five ring (window 1024) to one flat, head size 256; no weights."""
+    layers = (["sliding_attention"] * 5 + ["full_attention"]) * 5
+    config = Gemma3TextConfig(
+        vocab_size=32768,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        sliding_window=1024,
+        layer_types=layers[:26],
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    )
+    return _save_shape(config, "Gemma3ForCausalLM", folder)
+
+
+def llama_8b_shape(folder: Path) -> Path:
+    """32 flat layers, 8 KV heads of size 128, four query heads to each; no weights."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    )
+    return _save_shape(config, "LlamaForCausalLM", folder)
+
+
+def _save_shape(config: PreTrainedConfig, architecture: str, folder: Path) -> Path:
+    config.architectures = [architecture]
+    config.dtype = "bfloat16"
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    config.save_pretrained(folder)
+    return folder
 
 
 def _save(model: PreTrainedModel, folder: Path) -> Path:

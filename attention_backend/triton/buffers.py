@@ -1,0 +1,37 @@
+"""Device memory of a schedule and of the parts that its programs leave to be merged."""
+
+from typing import Any
+
+import torch
+
+from .config import Cut
+
+__all__ = ["Buffers"]
+
+PIECE_NUMBERS = 8
+
+
+class Buffers:
+    """For steps of one shape up to ``tokens`` query rows and ``segments`` rows of seq_info.
+
+    pieces: int32 [programs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens];
+    part_acc: float32 [2 * programs, short_rows, dims]; part_sums: float32 [2 * programs, 2,
+    short_rows]. ``owner`` is the step whose schedule they hold, None for none.
+    """
+
+    def __init__(
+        self, cut: Cut, dims: int, tokens: int, segments: int, device: torch.device
+    ) -> None:
+        self.cut, self.dims, self.tokens, self.segments = cut, dims, tokens, segments
+        self.max_tiles = cut.max_long_tiles(tokens, segments)
+        sizes = (cut.programs * PIECE_NUMBERS, 2 * self.max_tiles, tokens)
+        numbers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        self.pieces, self.tiles, self.live = numbers.split(sizes)
+        parts = 2 * cut.programs * cut.short_rows
+        sums = torch.empty(parts * (dims + 2), dtype=torch.float32, device=device)
+        self.part_acc, self.part_sums = sums.split((parts * dims, parts * 2))
+        self.owner: Any = None
+
+    def hold(self, tokens: int, segments: int) -> bool:
+        """Whether a step of that size fits."""
+        return tokens <= self.tokens and segments <= self.segments

@@ -1,0 +1,101 @@
+"""The choice of tiles, warps and stages: one pure function of shapes and the device."""
+
+from dataclasses import dataclass
+
+__all__ = ["Cut", "Tiles", "choose_tiles", "power_of_two"]
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the schedule of a step depends on besides the lengths; the same for all dtypes.
+
+    heads, group: KV heads, query heads of each. short_rows: a segment of at most so many rows
+    (queries times group) is short. short_keys: keys of a tile of short segments, long_rows: rows
+    of a query tile of long ones. programs: that share the short segments, at least min_tiles
+    tiles each.
+    """
+
+    heads: int
+    group: int
+    short_rows: int
+    short_keys: int
+    long_rows: int
+    programs: int
+    min_tiles: int
+
+    def max_long_tiles(self, tokens: int, segments: int) -> int:
+        """Query tiles that long segments can have in a step of so many query rows; 0 if none fit.
+
+        Each ends in at most one tile that is not full.
+        """
+        shortest_long = self.short_rows // self.group + 1
+        most = min(segments, tokens // shortest_long)
+        return tokens * self.group // self.long_rows + most if most else 0
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Launch parameters of the two attention kernels.
+
+    dims: the head size in registers. long_rows, a divisor of the cut's, and long_keys: the tile
+    of one program for long segments. short_registers: most of a thread, so that the cut's
+    programs run all at once.
+    """
+
+    cut: Cut
+    dims: int
+    long_rows: int
+    long_keys: int
+    long_warps: int
+    long_stages: int
+    short_warps: int
+    short_stages: int
+    short_registers: int | None
+
+
+def choose_tiles(
+    heads: int,
+    group: int,
+    head_size: int,
+    element_size: int,
+    processors: int,
+    windowed: bool = False,
+) -> Tiles:
+    """Tiles for layers of a shape on a device of so many multiprocessors.
+
+    Short segments are bound by memory: several programs a multiprocessor, each with two tiles of
+    K and V (16 KiB each at 2 bytes an element) on their way while it computes on a third. Long
+    ones are bound by the tensor cores: tiles as large as registers allow, fewer keys with a
+    window, of whose edges a wide tile hides more. At 4 bytes an element there are no tensor cores,
+    as products are not rounded to TF32, and operands stay in registers: small tiles.
+    """
+    dims = max(16, power_of_two(head_size))
+    wide = dims > 128
+    cut = Cut(
+        heads=heads,
+        group=group,
+        short_rows=max(16, power_of_two(group)),
+        short_keys=min(128, max(32, 8192 // dims)),
+        long_rows=128,
+        programs=(2 if wide else 3) * processors,
+        min_tiles=4 if dims >= 128 else 2,
+    )
+    if element_size == 4:
+        return Tiles(cut, dims, 16, cut.short_keys, 4, 2, 4, 2, None)
+    long_keys = 64 if wide or windowed else 128
+    return Tiles(
+        cut=cut,
+        dims=dims,
+        long_rows=128,
+        long_keys=long_keys,
+        long_warps=8,
+        long_stages=3 if windowed and not wide else 2,
+        short_warps=4,
+        short_stages=3,
+        short_registers=None if wide else 168,
+    )

@@ -1,0 +1,1 @@
+"""Device code only: functions under ``@triton.jit``. Launchers and checks are one folder up."""

@@ -1,0 +1,208 @@
+"""The launches of one kind of layer: shape, dtype and mask. Nothing here reads a length."""
+
+import math
+from typing import Any
+
+import torch
+
+from .buffers import Buffers
+from .config import Tiles, choose_tiles, power_of_two
+from .device import OPTIONS, processors
+from .kernels import decode, finish, prefill, schedule, write
+
+__all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
+
+NO_WINDOW = 1 << 30  # beyond every position
+SCHEDULE_ENTRIES, SCHEDULE_SEGMENTS = 32, 128
+MERGE_LANES, MERGE_PARTS, ZERO_ROWS = 4, 16, 16
+
+
+def launch_schedule(
+    buffers: Buffers, seq_info: torch.Tensor, segments: int, window: int | None
+) -> None:
+    """Fill ``buffers`` to their capacity from the segments on the device."""
+    cut = buffers.cut
+    programs = sum(
+        -(-entries // SCHEDULE_ENTRIES)
+        for entries in (cut.programs, buffers.max_tiles, buffers.tokens)
+    )
+    schedule.make_schedule[(programs,)](
+        seq_info,
+        *seq_info.stride(),
+        buffers.pieces,
+        buffers.tiles,
+        buffers.live,
+        segments,
+        buffers.tokens,
+        buffers.max_tiles,
+        NO_WINDOW if window is None else min(window, NO_WINDOW),
+        H=cut.heads,
+        G=cut.group,
+        P=cut.programs,
+        MIN_TILES=cut.min_tiles,
+        BM_SHORT=cut.short_rows,
+        BN_SHORT=cut.short_keys,
+        BM_LONG=cut.long_rows,
+        BE=SCHEDULE_ENTRIES,
+        BS=SCHEDULE_SEGMENTS,
+        num_warps=8,
+        **OPTIONS,
+    )
+
+
+def launch_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_cols: torch.Tensor,
+    positions: torch.Tensor,
+    rows: int,
+) -> None:
+    """One program for each token and up to 4096 numbers of it."""
+    tokens, heads, size = key.shape
+    dims = power_of_two(size)
+    block = min(power_of_two(heads), max(1, 4096 // dims))
+    write.write_slots[(tokens, -(-heads // block))](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        seq_cols,
+        positions,
+        rows,
+        *key.stride(),
+        *value.stride(),
+        *key_cache.stride(),
+        *value_cache.stride(),
+        H=heads,
+        D=size,
+        BH=block,
+        BD=dims,
+        num_warps=4,
+        **OPTIONS,
+    )
+
+
+class LayerLaunch:
+    """Attention of layers of one shape, dtype, sign of scale and kind of mask."""
+
+    def __init__(
+        self,
+        heads: int,
+        group: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        windowed: bool,
+        causal: bool,
+        rows: int,
+        negate: bool,
+    ) -> None:
+        self.tiles: Tiles = choose_tiles(
+            heads, group, head_size, dtype.itemsize, processors(device), windowed
+        )
+        tiles, cut = self.tiles, self.tiles.cut
+        shape = {"H": heads, "G": group, "D": head_size, "BD": tiles.dims, **OPTIONS}
+        mask = {"CAUSAL": causal, "WINDOWED": windowed, "NEGATE": negate}
+        self._long: dict[str, Any] = {
+            **shape,
+            **mask,
+            "BM": tiles.long_rows,
+            "BN": tiles.long_keys,
+            "SPLIT": cut.long_rows // tiles.long_rows,
+            "SMALL": rows < tiles.long_keys,
+            "num_warps": tiles.long_warps,
+            "num_stages": tiles.long_stages,
+        }
+        self._short: dict[str, Any] = {
+            **shape,
+            **mask,
+            "BM": cut.short_rows,
+            "BN": cut.short_keys,
+            "SMALL": rows < cut.short_keys,
+            "num_warps": tiles.short_warps,
+            "num_stages": tiles.short_stages,
+            "maxnreg": tiles.short_registers,
+        }
+        self._finish: dict[str, Any] = {
+            "P": cut.programs,
+            "HQ": heads * group,
+            "G": group,
+            "D": head_size,
+            "BD": tiles.dims,
+            "BM": cut.short_rows,
+            "LANES": MERGE_LANES,
+            "BP": MERGE_PARTS,
+            "BT": ZERO_ROWS,
+            "num_warps": 4,
+            **OPTIONS,
+        }
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        out: torch.Tensor,
+        seq_info: torch.Tensor,
+        buffers: Buffers,
+        *,
+        rows: int,
+        window: int | None,
+        scale: float,
+    ) -> None:
+        """Two or three launches; which and how large depends on the number of query rows alone."""
+        cut, tokens, segments = self.tiles.cut, query.shape[0], buffers.segments
+        window = NO_WINDOW if window is None else min(window, NO_WINDOW)
+        # Scores are kept as powers of two. All weights are equal for a scale of 0.
+        scale = max(abs(scale) * math.log2(math.e), 1e-30)
+        info, result = seq_info.stride(), out.stride()
+        strides = (*info, *query.stride(), *key_cache.stride(), *value_cache.stride(), *result)
+        max_tiles = min(cut.max_long_tiles(tokens, segments), buffers.max_tiles)
+        if max_tiles:
+            programs = max_tiles * cut.heads * (cut.long_rows // self.tiles.long_rows)
+            prefill.attend_long[(programs,)](
+                query,
+                key_cache,
+                value_cache,
+                out,
+                seq_info,
+                buffers.tiles,
+                tokens,
+                rows,
+                window,
+                scale,
+                *strides,
+                **self._long,
+            )
+        decode.attend_short[(cut.programs,)](
+            query,
+            key_cache,
+            value_cache,
+            out,
+            seq_info,
+            buffers.pieces,
+            buffers.part_acc,
+            buffers.part_sums,
+            segments,
+            tokens,
+            rows,
+            window,
+            scale,
+            *strides,
+            **self._short,
+        )
+        finish.finish[(cut.programs * MERGE_LANES - (-tokens // ZERO_ROWS),)](
+            out,
+            seq_info,
+            buffers.pieces,
+            buffers.live,
+            buffers.part_acc,
+            buffers.part_sums,
+            tokens,
+            *info,
+            *result,
+            **self._finish,
+        )

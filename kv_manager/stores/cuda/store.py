@@ -1,0 +1,380 @@
+"""Columns in the memory of a CUDA device: reserved addresses, backed extent by extent."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import ClassVar
+
+import torch
+
+from ...errors import StoreError, StoreFullError
+from ...geometry import SCRATCH_COLUMN, CacheGeometry
+from ..base import ColumnStore
+from .cuda_driver import CudaDriver
+from .driver import Driver
+from .extents import ExtentPool
+from .growth import Growth
+from .keeper import Keeper
+from .region import CudaRegion
+from .requests import Requests
+from .retired import RetiredColumns
+from .stats import StoreStats
+from .turn import Turn
+
+__all__ = ["CudaVmmStore"]
+
+
+class CudaVmmStore(ColumnStore):
+    """One reservation per region; physical extents of 64, 16, 4 or 1 pages are mapped under it.
+
+    Views never move, and a captured CUDA graph sees pages that are mapped later. Reading or
+    writing rows that are not backed faults. All zeroing and copying is in the order of the
+    caller's current stream; that stream (or one that waits for it) must be the one whose kernels
+    use the views. Released columns stay mapped until the device is done with them and are unmapped
+    by a background thread (the keeper) or when their memory is needed; spare memory beyond
+    ``spare_bytes`` goes back to the driver within a fraction of a second.
+
+    Nothing may be called while the current stream captures a graph. Calls may come from any one
+    thread at a time.
+
+    Args:
+        geometry: sizes; ``page_size`` must be a multiple of the driver's granularity.
+        device: torch's number of the device; None: the current one.
+        driver: operations on memory; None: the CUDA driver of that device.
+        spare_bytes: physical memory kept at hand for the next growth; ``trim`` applies a change
+            of the attribute at once.
+
+    Raises:
+        StoreError: no usable device or driver, or a page size that it cannot map.
+        StoreFullError: no memory for the scratch column.
+    """
+
+    stable_views: ClassVar[bool] = True
+    per_column: ClassVar[bool] = True
+    device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    POLL_SECONDS: ClassVar[float] = 0.03
+    """How often the keeper asks for events while columns are retired."""
+    MARGIN_BYTES: ClassVar[int] = 64 << 20
+    """Free memory of the device that is not counted as obtainable."""
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        *,
+        device: int | None = None,
+        driver: Driver | None = None,
+        spare_bytes: int = 256 << 20,
+    ) -> None:
+        self._closed = True  # until there is something to close
+        super().__init__(geometry)
+        self._driver = CudaDriver(device) if driver is None else driver
+        if geometry.page_size % self._driver.granularity:
+            raise StoreError(
+                f"page_size is {geometry.page_size}; on this device it must be a multiple of "
+                f"{self._driver.granularity}, the granularity of its driver"
+            )
+        self.spare_bytes = spare_bytes
+        self._stream = self._driver.current_stream()
+        # For each column: the end of what was prepared, the end of what is backed, the largest n
+        # whose pages_for(n) are backed.
+        self._end = [0] * geometry.cols
+        self._ready = [0] * geometry.cols
+        self._quiet = [0] * geometry.cols
+        self._requests = Requests()
+        self._turn = Turn()
+        self._keeper = Keeper(self._tend, self._driver.enter_thread)
+        self._regions: list[CudaRegion] = []
+        self._retired = RetiredColumns(self._driver, self._regions)
+
+        def limit() -> int:
+            return self.page_limit
+
+        self._pool = ExtentPool(self._driver, geometry.page_size, limit, self._retired)
+        self._growth = Growth(self._regions, self._retired, self._pool, limit)
+        self._closed = False
+        try:
+            with self._caller("the store"):
+                for region in geometry.regions:
+                    self._regions.append(CudaRegion(region, self._driver, self._pool))
+                self._grow(SCRATCH_COLUMN, 1)
+                for made in self._regions:
+                    made.open()
+        except BaseException:
+            self.close()
+            raise
+        self._end[SCRATCH_COLUMN] = 1
+        self._region_of = {
+            layer: region for region in self._regions for layer in region.geometry.layers
+        }
+
+    def layer_view(self, layer: str) -> torch.Tensor:
+        self._check_open("layer_view")
+        self.geometry.region_of(layer)
+        return self._region_of[layer].view(layer)
+
+    def pages_needed(self, wants: Mapping[int, tuple[int, int]]) -> int:
+        self._check_open("pages_needed")
+        needed = 0
+        for col, (start, end) in wants.items():
+            if not self._is_ready(col, start, end):
+                self._check_range("pages_needed", col, start, end)
+                for region in self._regions:
+                    pages = region.geometry.pages_of(col, end)
+                    needed += max(0, pages - region.live_pages(col))
+        return needed
+
+    def prepare_write(self, col: int, start: int, end: int) -> None:
+        self.prepare_writes({col: (start, end)})
+
+    def prepare_writes(self, wants: Mapping[int, tuple[int, int]]) -> None:
+        self._begin("prepare_write")
+        for col, (start, end) in wants.items():
+            if not self._is_ready(col, start, end):
+                self._check_range("prepare_write", col, start, end)
+                with self._caller("prepare_write"):
+                    self._grow(col, end)
+            if end > self._end[col]:
+                self._end[col] = end
+
+    def prepare_ahead(self, ends: Mapping[int, int]) -> None:
+        """Let the keeper back ``pages_for(end)`` pages of each column.
+
+        A later request for the same column takes the earlier one's place, a release or rewind
+        ends it. Costs a comparison for each column that has these pages already.
+        """
+        self._begin("prepare_ahead")
+        asked = False
+        for col, end in ends.items():
+            if not 0 <= col < self.geometry.cols or end > self._quiet[col]:
+                self._check_col("prepare_ahead", col)
+                self._check_range("prepare_ahead", col, 0, end)
+                self._requests.put(col, end)
+                asked = True
+        if asked:
+            self._wake_keeper()
+
+    def obtainable_pages(self) -> int:
+        self._check_open("obtainable_pages")
+        with self._turn.of_caller(), self._context():
+            page, pool = self.geometry.page_size, self._pool
+            free = max(0, self._driver.free_bytes() - self.MARGIN_BYTES) // page
+            new = max(0, min(self.page_limit - pool.held_pages, free))
+            surplus = sum(region.surplus(self._end) for region in self._regions)
+            most = max(self.page_limit, self.committed_pages)
+            return min(pool.held_pages + new, most) - surplus
+
+    def release(self, col: int) -> None:
+        self._begin("release")
+        self._check_col("release", col)
+        self._retire("release", col, 0)
+        self._end[col] = 0
+
+    def clone(self, src: int, dst: int, n_rows: int) -> None:
+        """Copies the pages that hold the rows, in the order of the stream; nothing is shared."""
+        self._begin("clone")
+        self._check_clone(src, dst, n_rows, self._end)
+        try:
+            with self._caller("clone"):
+                self._grow(dst, n_rows)
+                for region in self._regions:
+                    pages = region.geometry.pages_of_rows(n_rows)
+                    region.copy(src, dst, pages, self._stream)
+        except StoreError:
+            self._retire("clone", dst, 0)
+            raise
+        self._end[dst] = n_rows
+
+    def shrink(self, col: int, length: int) -> None:
+        """Give back whole extents beyond ``length``; rows given up in the others are zeroed."""
+        self._begin("shrink")
+        self._check_col("shrink", col)
+        self._check_range("shrink", col, 0, length)
+        beyond = any(  # also what a refused call had gathered
+            region.live_pages(col) > region.geometry.pages_of(col, length)
+            for region in self._regions
+        )
+        if beyond or length < self._end[col]:
+            self._retire("shrink", col, length)
+            self._end[col] = min(self._end[col], length)
+
+    def trim(self) -> None:
+        """Unmap what the device is done with, and give spare memory back, without the keeper."""
+        self._begin("trim")
+        with self._caller("trim"):
+            self._retired.collect(None)
+            while self._pool.trim_one(self._spare_to_keep()):
+                pass
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until the keeper has nothing left to do, retired columns included.
+
+        False when that took longer than ``timeout`` seconds.
+        """
+        return self._keeper.settle(timeout)
+
+    @property
+    def committed_pages(self) -> int:
+        """Pages of extents in live columns, scratch included."""
+        return sum(region.committed for region in self._regions)
+
+    @property
+    def idle_pages(self) -> tuple[int, int]:
+        """Physical pages held and not in use: (spare, still mapped in retired columns)."""
+        return self._pool.spare_pages, sum(region.idle for region in self._regions)
+
+    def resident_bytes(self) -> int:
+        """Bytes of all physical allocations held from the driver."""
+        self._check_open("resident_bytes")
+        return self._pool.held_pages * self.geometry.page_size
+
+    def stats(self) -> StoreStats:
+        """Totals of time and pages since the store was made."""
+        return StoreStats(
+            caller_seconds=self._turn.caller_seconds,
+            keeper_seconds=self._turn.keeper_seconds,
+            mapped_pages=sum(region.mapped_pages for region in self._regions),
+            unmapped_pages=sum(region.unmapped_pages for region in self._regions),
+            reused_pages=sum(region.reused_pages for region in self._regions),
+            created_pages=self._pool.created_pages,
+            released_pages=self._pool.released_pages,
+            waits=self._retired.waits,
+        )
+
+    def statistics(self) -> dict[str, float]:
+        return asdict(self.stats())
+
+    def close(self) -> None:
+        """Wait for the device and free all memory. Tensors that are about must not be used.
+
+        Reading them faults, since their addresses hold nothing any more; the addresses go back
+        when the last of them is gone.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._ready = [-1] * self.geometry.cols
+        self._keeper.stop()
+        with self._turn.of_caller(), self._context():
+            self._driver.synchronize()
+            self._retired.drop_all()
+            for region in self._regions:
+                region.close()
+            while self._pool.trim_one(0):
+                pass
+
+    def __del__(self) -> None:
+        # Whoever forgot to close it gets the memory back; at the end of the process the driver
+        # does that, and may be gone by now.
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            self.close()
+
+    # --- turns and threads
+
+    def _begin(self, call: str) -> None:
+        """What every call of the owner starts with."""
+        self._check_open(call)
+        failure = self._keeper.take_failure()
+        if failure is not None:
+            raise failure
+        stream = self._driver.current_stream()
+        if stream != self._stream:
+            self._follow(call, stream)
+
+    @contextmanager
+    def _caller(self, call: str) -> Iterator[None]:
+        with self._turn.of_caller(), self._context():
+            if self._driver.is_capturing(self._stream):
+                raise StoreError(
+                    f"{call}: the current stream is capturing a graph, and memory must not change "
+                    f"meanwhile; prepare the columns before the capture"
+                )
+            yield
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        self._driver.push()
+        try:
+            yield
+        finally:
+            self._driver.pop()
+
+    def _follow(self, call: str, stream: int) -> None:
+        """The caller goes on with another stream: it is to see what was zeroed on the last one."""
+        earlier, self._stream = self._stream, stream
+        try:
+            with self._caller(call):
+                event = self._driver.record(earlier)
+                self._driver.join(stream, event)
+                self._driver.drop(event)
+        except BaseException:
+            self._stream = earlier
+            raise
+
+    def _wake_keeper(self) -> None:
+        self._keeper.wake()
+
+    def _tend(self) -> float | None:
+        """The keeper's work. Each piece has a turn of its own, so that no caller waits long."""
+        while self._requests and not self._closed:
+            with self._turn.of_keeper(), self._context():
+                self._grow_ahead()
+        more = True
+        while more and not self._closed:
+            with self._turn.of_keeper(), self._context():
+                more = self._retired.collect_some() or self._pool.trim_one(self._spare_to_keep())
+        return self.POLL_SECONDS if len(self._retired) else None
+
+    # --- work on columns, by whoever has the turn
+
+    def _grow(self, col: int, end: int) -> None:
+        try:
+            self._growth.grow(col, end, self._stream)
+        except StoreFullError:
+            self._wake_keeper()  # what was gathered in vain is spare now, and may be too much
+            raise
+        finally:
+            self._publish(col)
+
+    def _grow_ahead(self) -> None:
+        """One piece of work for the oldest request."""
+        request = self._requests.first()
+        if request is not None:
+            try:
+                more = self._growth.grow_a_little(*request, self._stream)
+            finally:
+                self._publish(request[0])
+            if not more:
+                self._requests.finish(*request)
+
+    def _retire(self, call: str, col: int, length: int) -> None:
+        with self._caller(call):
+            self._requests.drop(col)
+            for region in self._regions:
+                region.retire(col, length, self._stream)
+            self._retired.add(col, self._stream)
+            self._publish(col)
+        if len(self._retired):
+            self._wake_keeper()
+
+    def _publish(self, col: int) -> None:
+        """Say how far the column can be written without any work; last, when zeroing is queued."""
+        ready = quiet = 1 if col == SCRATCH_COLUMN else self.geometry.capacity
+        for region in self._regions:
+            pages = region.live_pages(col)
+            if pages < region.geometry.pages_per_column:
+                ready = min(ready, region.geometry.rows_within(pages))
+                quiet = min(quiet, region.geometry.tokens_within(pages) or 0)
+        self._ready[col], self._quiet[col] = ready, quiet
+
+    def _is_ready(self, col: int, start: int, end: int) -> bool:
+        """Whether the positions can be written as things are; true for most decode steps."""
+        return 0 <= col < len(self._ready) and 0 <= start <= end <= self._ready[col]
+
+    def _spare_to_keep(self) -> int:
+        room = self.page_limit - (self._pool.held_pages - self._pool.spare_pages)
+        return max(0, min(self.spare_bytes // self.geometry.page_size, room))
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise StoreError(f"{call}: the store is closed; make a new one")

@@ -1,0 +1,68 @@
+"""What every worker with columns shares, whatever the device."""
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_kv_columns.plugin.report import attach_report
+from vllm_kv_columns.plugin.runner import SETTLE_SECONDS
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+    from vllm_kv_columns.plugin.runner import ColumnRunnerMixin
+
+__all__ = ["ColumnWorkerMixin"]
+
+
+class ColumnWorkerMixin:
+    """Goes in front of a vLLM worker class."""
+
+    model_runner: "ColumnRunnerMixin"
+
+    def determine_available_memory(self) -> int:
+        """The host's budget less the scratch column, which is committed from start to end."""
+        # The next class in line is vLLM's worker, which mypy cannot know here.
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        return available - self.model_runner.scratch_bytes()
+
+    def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
+        """Back what the step writes, launch it, and back beside it what the next will write."""
+        driver = self.model_runner.driver
+        assert driver is not None
+        driver.prepare(scheduler_output)
+        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        driver.grow_ahead()
+        return self._reported(output)
+
+    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
+        """The step's output, with the memory report if there is one."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        return self._reported(output)
+
+    def kv_columns_stats(self) -> dict[str, Any]:
+        """For `collective_rpc`: what the store holds now and held at most."""
+        return self.model_runner.column_stats()
+
+    def kv_columns_settle(self) -> None:
+        """For `collective_rpc`: wait until what the store does in the background is done."""
+        assert self.model_runner.driver is not None
+        self.model_runner.driver.store.settle(SETTLE_SECONDS)
+
+    def _reported(self, output: Any) -> Any:
+        """Attach the report to the output, or leave it for the call that returns one."""
+        assert self.model_runner.driver is not None
+        report = self.model_runner.driver.report
+        if report is None or output is None:
+            return output
+        if isinstance(output, ModelRunnerOutput):
+            output = copy(output)  # a step without tokens returns an object that all share
+            attach_report(output, report)
+        else:
+            # The output to come; vLLM's two model runners name what it will return differently.
+            assert isinstance(output, AsyncModelRunnerOutput)
+            held = getattr(output, "model_runner_output", None)
+            attach_report(held or output._model_runner_output, report)
+        self.model_runner.driver.report = None
+        return output

@@ -1,0 +1,65 @@
+"""Steps of the tests on the device, through the Triton kernel and through the reference."""
+
+import torch
+
+from vllm_kv_columns.attention_backend import sdpa_varlen_reference
+from vllm_kv_columns.attention_backend.triton import TritonKernel
+from vllm_kv_columns.kv_manager import StepTables
+
+from .cases import Case, Tensors, build, tolerance
+
+
+def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor with its strides on the device; ``Tensor.to`` would make it dense."""
+    if tensor.device == device:
+        return tensor
+    extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    flat = torch.as_strided(tensor, (extent,), (1,)).to(device)
+    return torch.as_strided(flat, tensor.shape, tensor.stride())
+
+
+def built(case: Case, device: torch.device) -> Tensors:
+    made = build(case)
+    return Tensors(
+        query=place(made.query, device),
+        key_cache=place(made.key_cache, device),
+        value_cache=place(made.value_cache, device),
+        seq_info=made.seq_info.to(device),
+        scale=made.scale,
+    )
+
+
+def tables_of(seq_info: torch.Tensor) -> StepTables:
+    none = torch.empty(0, dtype=torch.int32, device=seq_info.device)
+    return StepTables(seq_info, none, none)
+
+
+def attend(
+    case: Case, made: Tensors, kernel: TritonKernel | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    kernel = kernel or TritonKernel()
+    step = kernel.prepare(
+        tables_of(made.seq_info), rows=case.rows, window=case.window, causal=case.causal
+    )
+    if out is None:
+        out = torch.full(made.query.shape, float("nan"), dtype=case.dtype, device=made.query.device)
+    kernel.attend(made.query, made.key_cache, made.value_cache, step, scale=made.scale, out=out)
+    return out
+
+
+def reference(case: Case, made: Tensors) -> torch.Tensor:
+    return sdpa_varlen_reference(
+        made.query.cpu(),
+        place(made.key_cache, torch.device("cpu")),
+        place(made.value_cache, torch.device("cpu")),
+        made.seq_info.cpu(),
+        scale=made.scale,
+        causal=case.causal,
+        window=case.window,
+    )
+
+
+def check(case: Case, device: torch.device, kernel: TritonKernel | None = None) -> None:
+    made = built(case, device)
+    out = attend(case, made, kernel)
+    torch.testing.assert_close(out.cpu(), reference(case, made), rtol=0, atol=tolerance(made))

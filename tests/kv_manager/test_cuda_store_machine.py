@@ -1,0 +1,173 @@
+"""Random use of cuda-vmm under refusals, on a device that lags behind, against plain lists.
+
+Bytes are written and compared by queued kernels, as on a device: a kernel compares with what the
+model said when it was launched, and does so whenever the queue gets there. The driver fails when
+memory is taken away under a kernel that is still queued.
+"""
+
+import gc
+from collections.abc import Callable
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from vllm_kv_columns.kv_manager import StoreFullError
+
+from .builders import PAGE
+from .fake_driver import FakeDriver
+from .test_cuda_store import QuietStore, one_group
+
+ROWS_PER_PAGE = 4
+COLUMNS = st.integers(1, 6)
+GEOMETRY = one_group(90, capacity=300, ahead_rows=2)
+
+
+class CudaStoreMachine(RuleBasedStateMachine):
+    @initialize(spare=st.sampled_from([0, 5, 200]))
+    def start(self, spare: int) -> None:
+        self.driver = FakeDriver(lag=True, capacity=120 * PAGE)
+        self.store = QuietStore(GEOMETRY, driver=self.driver, spare_bytes=spare * PAGE)
+        self.model: dict[int, list[int]] = {col: [] for col in range(1, 7)}
+        self.dirty = dict.fromkeys(self.model, 0)  # rows that may hold what a rewind gave up
+        self.next_value = 1
+        self.wrong: list[str] = []
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.driver.advance()
+            assert not self.wrong
+            self.store.close()
+            del self.store
+            gc.collect()
+            self.driver.assert_clean()
+
+    def rows(self, col: int, start: int, end: int) -> torch.Tensor:
+        return self.store.layer_view("a")[start:end, col]
+
+    def check(self, col: int, start: int, values: list[int], why: str) -> None:
+        """Queue a kernel that compares rows from ``start`` on."""
+        if not values:
+            return
+        rows = self.rows(col, start, start + len(values))
+        expected = torch.tensor(values, dtype=torch.float32)
+
+        def compare() -> None:
+            if not bool((rows == expected[:, None, None, None]).all()):
+                self.wrong.append(f"{why}: column {col} from row {start} on")
+
+        self.driver.launch(rows, compare)
+
+    def attempt(self, call: Callable[[], None], missing: int) -> bool:
+        """Whether the store found memory; it may only refuse with a reason."""
+        before, held = self.store.committed_pages, self.driver.held
+        try:
+            call()
+        except StoreFullError:
+            limited = before + missing > self.store.page_limit
+            short = self.driver.free_bytes() < missing * PAGE
+            assert limited or short or self.driver.refuse_after == 0
+            assert self.store.committed_pages >= before or self.driver.held >= held
+            return False
+        return True
+
+    @rule(col=COLUMNS, count=st.integers(1, 150), quick=st.booleans())
+    def write(self, col: int, count: int, quick: bool) -> None:
+        sequence = self.model[col]
+        start = len(sequence)
+        end = min(start + (1 if quick else count), GEOMETRY.capacity)
+        missing = self.store.pages_needed({col: (start, end)})
+        if not self.attempt(lambda: self.store.prepare_write(col, start, end), missing):
+            return
+        assert self.store.pages_needed({col: (start, end)}) == 0
+        clean = max(start, self.dirty[col])
+        self.check(col, clean, [0] * (end - clean), "new rows are zero")
+        for position in range(start, end):
+            sequence.append(self.next_value)
+            row, value = self.rows(col, position, position + 1), self.next_value
+            self.driver.launch(row, lambda row=row, value=value: row.fill_(value))  # type: ignore[misc]
+            self.next_value += 1
+        self.dirty[col] = max(self.dirty[col], end)
+
+    @rule(col=COLUMNS, more=st.integers(0, 20), times=st.integers(0, 3))
+    def hint(self, col: int, more: int, times: int) -> None:
+        end = min(len(self.model[col]) + more, GEOMETRY.capacity)
+        if self.model[col]:
+            self.store.prepare_ahead({col: end})
+            before = self.store.committed_pages
+            for _ in range(times):
+                self.store.tend()
+            grown = self.store.committed_pages - before
+            assert grown <= sum(GEOMETRY.pages_for(len(s) + 20) for s in self.model.values() if s)
+
+    @rule()
+    def tend(self) -> None:
+        self.store.tend()
+
+    @rule(col=COLUMNS)
+    def release(self, col: int) -> None:
+        self.store.release(col)
+        self.model[col], self.dirty[col] = [], 0
+
+    @rule(col=COLUMNS, data=st.data())
+    def shrink(self, col: int, data: st.DataObject) -> None:
+        length = data.draw(st.integers(0, len(self.model[col])), label="length")
+        self.store.shrink(col, length)
+        if length < len(self.model[col]):
+            del self.model[col][length:]
+            self.dirty[col] = -(-length // ROWS_PER_PAGE) * ROWS_PER_PAGE
+
+    @rule(src=COLUMNS, dst=COLUMNS, data=st.data())
+    def clone(self, src: int, dst: int, data: st.DataObject) -> None:
+        if src == dst or self.model[dst]:
+            return
+        n = data.draw(st.integers(0, len(self.model[src])), label="rows")
+        missing = self.store.pages_needed({dst: (0, n)})
+        if self.attempt(lambda: self.store.clone(src, dst, n), missing):
+            self.model[dst] = self.model[src][:n]
+            self.dirty[dst] = -(-n // ROWS_PER_PAGE) * ROWS_PER_PAGE
+
+    @rule(count=st.none() | st.integers(1, 40))
+    def device_goes_on(self, count: int | None) -> None:
+        self.driver.advance(None if count is None else min(count, len(self.driver.queued)))
+        assert not self.wrong
+
+    @rule(pages=st.integers(0, 110))
+    def neighbour(self, pages: int) -> None:
+        self.driver.neighbour = min(pages * PAGE, self.driver.free_bytes() + self.driver.neighbour)
+        self.driver.cached = self.driver.neighbour // (2 * PAGE) * PAGE
+
+    @rule(after=st.none() | st.integers(0, 4))
+    def refuse(self, after: int | None) -> None:
+        self.driver.refuse_after = after
+
+    @rule(limit=st.none() | st.integers(2, 90))
+    def limit(self, limit: int | None) -> None:
+        self.store.limit_pages = limit
+
+    @rule()
+    def stream(self) -> None:
+        self.driver.stream += 1
+
+    @rule()
+    def read_all(self) -> None:
+        for col, sequence in self.model.items():
+            self.check(col, 0, sequence, "rows keep their bytes")
+
+    @invariant()
+    def memory_is_counted_and_bounded(self) -> None:
+        store = self.store
+        assert self.driver.held == store.resident_bytes()
+        spare, idle = store.idle_pages
+        assert store.resident_bytes() == (store.committed_pages + spare + idle) * PAGE
+        assert store.resident_bytes() <= 90 * PAGE
+        live = 1 + sum(GEOMETRY.regions[0].pages_of_rows(len(s)) for s in self.model.values())
+        assert live <= store.committed_pages
+        assert live <= store.obtainable_pages()
+
+
+TestCudaStoreMachine = CudaStoreMachine.TestCase
+TestCudaStoreMachine.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, report_multiple_bugs=False
+)

@@ -1,0 +1,169 @@
+"""The worker's side of a step: columns bound, grown, given back, refused for want of memory."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_kv_columns.kv_manager import (
+    CacheConfig,
+    CacheGeometry,
+    FlatPolicy,
+    HostStore,
+    LayerGroup,
+    StoreError,
+    StoreFullError,
+)
+from vllm_kv_columns.plugin.column_driver import REPORT_STEPS, ColumnDriver
+from vllm_kv_columns.plugin.report import MemoryReport, attach_report, report_of
+
+PAGE = 4096
+ROWS_PER_PAGE = 8
+
+
+@pytest.fixture
+def store() -> Iterator[HostStore]:
+    group = LayerGroup("flat", ("layer",), FlatPolicy(), 1, 64, "float32")  # 512 bytes a row
+    config = CacheConfig(
+        max_seqs=4, capacity=64, max_write=64, groups=(group,), page_size=PAGE, budget_bytes=1 << 20
+    )
+    with HostStore(CacheGeometry.of(config)) as made:
+        yield made
+
+
+def plan(
+    tokens: dict[str, int],
+    new: dict[str, int] | None = None,
+    running: dict[str, int] | None = None,
+    finished: set[str] | None = None,
+    preempted: set[str] | None = None,
+) -> Any:
+    """A scheduler's output: new requests with their columns, running ones with their lengths."""
+    running = running or {}
+    return SimpleNamespace(
+        finished_req_ids=finished or set(),
+        preempted_req_ids=preempted,
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=request, block_ids=([column],), num_computed_tokens=0)
+            for request, column in (new or {}).items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(running),
+            new_block_ids=[None] * len(running),
+            num_computed_tokens=list(running.values()),
+        ),
+        num_scheduled_tokens=tokens,
+    )
+
+
+def test_pages_follow_the_plan(store: HostStore) -> None:
+    driver = ColumnDriver(store)
+    driver.prepare(plan({"a": 8, "b": 9}, new={"a": 1, "b": 2}))
+    assert store.committed_pages == 1 + 1 + 2
+    driver.prepare(plan({"a": 1}, running={"a": 8}, finished={"b"}))
+    assert store.committed_pages == 1 + 2
+    assert driver.report is None and driver.peak_pages == 4
+
+
+def test_a_request_without_memory_is_refused_and_the_others_go_on(store: HostStore) -> None:
+    store.limit_pages = 4
+    driver = ColumnDriver(store)
+    driver.prepare(plan({"a": 8, "b": 8, "c": 8}, new={"a": 1, "b": 2, "c": 3}))
+    assert driver.report is None
+    driver.prepare(plan({"a": 1, "b": 0}, running={"a": 8, "b": 8}))
+    assert driver.refused == {"a"}
+    # Four pages were held when it failed, one of them the scratch column's.
+    assert driver.report == MemoryReport(refused=("a",), obtainable_pages=3)
+    assert store.committed_pages == 3
+
+
+def test_what_a_refused_request_held_serves_the_next_in_the_same_step(store: HostStore) -> None:
+    store.limit_pages = 3
+    driver = ColumnDriver(store)
+    driver.prepare(plan({"a": 8, "b": 8}, new={"a": 1, "b": 2}))
+    driver.prepare(plan({"a": 1, "b": 1}, running={"a": 8, "b": 8}))
+    assert driver.refused == {"a"}
+    assert driver.report is not None and driver.report.refused == ("a",)
+    assert store.committed_pages == 3
+
+
+def test_a_refusal_is_told_once_and_lasts_until_the_plan_says_preempted(store: HostStore) -> None:
+    store.limit_pages = 2
+    driver = ColumnDriver(store)
+    driver.prepare(plan({"a": 8}, new={"a": 1}))
+    driver.prepare(plan({"a": 1}, running={"a": 8}))
+    assert driver.report is not None and driver.report.refused == ("a",)
+    driver.prepare(plan({"a": 1}, running={"a": 9}))  # planned before the scheduler knew
+    assert driver.refused == {"a"} and driver.report is None
+    store.limit_pages = 3
+    driver.prepare(plan({"a": 9}, new={"a": 4}, preempted={"a"}))
+    assert not driver.refused
+    assert store.committed_pages == 3
+
+
+class SharedHostStore(HostStore):
+    """Somebody else has taken pages of what the budget promises."""
+
+    taken = 0
+
+    def prepare_write(self, col: int, start: int, end: int) -> None:
+        needed = self.pages_needed({col: (start, end)})
+        if self.committed_pages + needed > self.obtainable_pages():
+            raise StoreFullError("taken by somebody else", needed)
+        super().prepare_write(col, start, end)
+
+    def obtainable_pages(self) -> int:
+        return super().obtainable_pages() - self.taken
+
+
+def test_the_scheduler_hears_when_memory_is_back(store: HostStore) -> None:
+    with SharedHostStore(store.geometry) as shared:
+        shared.limit_pages, shared.taken = 7, 5
+        driver = ColumnDriver(shared)
+        driver.prepare(plan({"a": 16}, new={"a": 1}))
+        assert driver.report == MemoryReport(refused=("a",), obtainable_pages=1)
+        shared.taken = 0
+        for _ in range(REPORT_STEPS):
+            driver.prepare(plan({}))
+            assert driver.report is None
+        driver.prepare(plan({}))
+        assert driver.report == MemoryReport(refused=(), obtainable_pages=6)
+        for _ in range(2 * REPORT_STEPS):
+            driver.prepare(plan({}))
+            assert driver.report is None
+
+
+def test_all_workers_refuse_what_one_cannot_back(store: HostStore) -> None:
+    def other_worker_has_no_memory_for_the_second(mine: list[int]) -> list[int]:
+        theirs = [0, 1] if len(mine) == 2 else [-2]
+        return [max(pair) for pair in zip(mine, theirs, strict=True)]
+
+    driver = ColumnDriver(store, agree=other_worker_has_no_memory_for_the_second)
+    driver.prepare(plan({"a": 8, "b": 8}, new={"a": 1, "b": 2}))
+    assert driver.refused == {"b"}
+    assert driver.report == MemoryReport(refused=("b",), obtainable_pages=1)
+    assert store.committed_pages == 2
+
+
+def test_a_streamed_prompt_goes_on_in_its_column(store: HostStore) -> None:
+    driver = ColumnDriver(store)
+    driver.prepare(plan({"a": 8}, new={"a": 1}))
+    store.layer_view("layer")[3, 1] = 7.0
+    more = plan({"a": 8}, new={"a": 1})
+    more.scheduled_new_reqs[0].num_computed_tokens = 8
+    driver.prepare(more)
+    assert store.layer_view("layer")[3, 1].min() == 7.0
+    assert store.committed_pages == 3
+
+
+def test_misuse_is_not_a_shortage(store: HostStore) -> None:
+    with pytest.raises(StoreError, match="positions are"):
+        ColumnDriver(store).prepare(plan({"a": 65}, new={"a": 1}))
+
+
+def test_a_report_travels_on_an_output() -> None:
+    output = SimpleNamespace()
+    assert report_of(output) is None
+    attach_report(output, MemoryReport(("a",), 5))
+    assert report_of(output) == MemoryReport(("a",), 5)
