@@ -118,7 +118,7 @@ def measure(backend: str, model: str, utilization: float, rounds: int) -> dict[s
         began = len(sampler.samples)
         seconds = min(serve(count, length, output) for _ in range(rounds))
         peak = max((used for _, used in sampler.samples[began:]), default=idle)
-        row = {
+        row: dict[str, Any] = {
             "requests": count,
             "tokens_in": length,
             "tokens_out": output,

@@ -94,7 +94,7 @@ class ColumnDriver:
             for request, tokens in scheduled.items()
             if request not in self.refused
         }
-        failed = []
+        failed: list[str] = []
         try:
             self.store.prepare_writes(wants)
         except StoreFullError:

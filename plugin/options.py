@@ -46,12 +46,13 @@ class ColumnOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
+            value: Any = getattr(self, field.name)
+            kind: type = type(field.default)
             if type(value) is not kind:
                 raise ValueError(
                     f"{SECTION}.{field.name} must be of type {kind.__name__}, got {value!r}."
                 )
-            if kind is int and value < 0:
+            if isinstance(value, int) and value < 0:
                 raise ValueError(f"{SECTION}.{field.name} must not be negative, got {value}.")
         if self.page_size < OS_PAGE or self.page_size & (self.page_size - 1):
             raise ValueError(

@@ -59,12 +59,17 @@ def test_memcheck_attention_while_other_columns_grow_and_shrink() -> None:
         tables = StepTables(torch.tensor(info, dtype=torch.int32, device="cuda"), none, none)
         query = torch.randn(start, HEADS * GROUP, SIZE, device="cuda", dtype=torch.bfloat16)
         windows = {layer: WINDOW if layer.startswith("ring") else None for layer in rows}
-        views = {layer: store.layer_view(layer).unbind(2) for layer in rows}
+        views = {layer: store.layer_view(layer) for layer in rows}
         expected = {
             layer: sdpa_varlen_reference(
-                query, *views[layer], tables.seq_info, scale=0.1, window=windows[layer]
+                query,
+                view[:, :, 0],
+                view[:, :, 1],
+                tables.seq_info,
+                scale=0.1,
+                window=windows[layer],
             )
-            for layer in rows
+            for layer, view in views.items()
         }
         torch.cuda.synchronize()
 
@@ -96,7 +101,8 @@ def test_memcheck_attention_while_other_columns_grow_and_shrink() -> None:
                     step = kernels[layer].prepare(
                         tables, rows=count, window=windows[layer], causal=True
                     )
-                    kernels[layer].attend(query, *views[layer], step, scale=0.1, out=out)
+                    key_cache, value_cache = views[layer][:, :, 0], views[layer][:, :, 1]
+                    kernels[layer].attend(query, key_cache, value_cache, step, scale=0.1, out=out)
                     torch.testing.assert_close(out, expected[layer], rtol=0, atol=0.03)
                 rounds += 1
         finally:

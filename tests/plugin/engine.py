@@ -58,14 +58,14 @@ def plant(fault: str) -> None:
 
 def take_memory_away(first: int = 10, last: int = 90) -> None:
     """From one step to another the store gets no new page, as if somebody else held the memory."""
+    from vllm.platforms import current_platform
+
     from vllm_kv_columns.kv_manager import StoreFullError
-    from vllm_kv_columns.plugin import patches
+    from vllm_kv_columns.kv_manager.hooks import store_class
     from vllm_kv_columns.plugin.column_driver import ColumnDriver
     from vllm_kv_columns.plugin.options import ColumnOptions
 
-    store = patches.hooks.store_class(
-        ColumnOptions.parse({}, patches.current_platform.device_type).store
-    )
+    store: Any = store_class(ColumnOptions.parse({}, current_platform.device_type).store)
     prepare, obtainable = ColumnDriver.prepare, store.obtainable_pages
     one, many = store.prepare_write, store.prepare_writes
     steps = itertools.count()
@@ -89,9 +89,9 @@ def take_memory_away(first: int = 10, last: int = 90) -> None:
         many(self, wants)
 
     ColumnDriver.prepare = count  # type: ignore[method-assign]
-    store.prepare_write = prepare_write  # type: ignore[method-assign]
-    store.prepare_writes = prepare_writes  # type: ignore[method-assign]
-    store.obtainable_pages = lambda self: self.committed_pages if taken else obtainable(self)  # type: ignore[method-assign]
+    store.prepare_write = prepare_write
+    store.prepare_writes = prepare_writes
+    store.obtainable_pages = lambda self: self.committed_pages if taken else obtainable(self)
 
 
 def randomize(llm: Any) -> None:

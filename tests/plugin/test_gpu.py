@@ -16,9 +16,9 @@ from tests.plugin.conftest import GREEDY, Job, Result, logprob_gaps, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-COLUMNS = {"attention_backend": "SDPA_VARLEN"}
-FLASH = {"attention_backend": "FLASH_ATTN"}
-TRITON = {"attention_backend": "TRITON_ATTN"}
+COLUMNS: Job = {"attention_backend": "SDPA_VARLEN"}
+FLASH: Job = {"attention_backend": "FLASH_ATTN"}
+TRITON: Job = {"attention_backend": "TRITON_ATTN"}
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}
 """Stock's Triton kernel multiplies float32 in TF32 otherwise, and nothing could be compared."""
 GIB, PAGE = 1 << 30, 2 << 20
@@ -33,15 +33,11 @@ def random_prompts(lengths: list[int], vocabulary: int) -> list[list[int]]:
     ]
 
 
-def llm(model: Path, share: float, **changes: Any) -> Job:
-    return {
-        "model": str(model),
-        "dtype": "bfloat16",
-        "skip_tokenizer_init": True,
-        "gpu_memory_utilization": share,
-        "enable_prefix_caching": False,
-        **changes,
-    }
+def llm(*parts: Job) -> Job:
+    job: Job = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    for part in parts:
+        job |= part
+    return job
 
 
 @pytest.fixture(scope="module")
@@ -64,85 +60,96 @@ def engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], Result]]:
     """The result of an engine by name; all of them start with the first one asked for."""
-    small = {"max_model_len": 2048, "kv_cache_memory_bytes": 4 * GIB}
-    exact = {"model": smollm2, "share": 0.05, "dtype": "float32", **small}
-    few = {**exact, "max_num_seqs": 64}
-    rounded = {"model": smollm2, "share": 0.05, **small, "max_num_seqs": 64}
+    small: Job = {"max_model_len": 2048, "kv_cache_memory_bytes": 4 * GIB}
+    exact: Job = {
+        "model": str(smollm2),
+        "gpu_memory_utilization": 0.05,
+        "dtype": "float32",
+        **small,
+    }
+    few: Job = {**exact, "max_num_seqs": 64}
+    rounded: Job = {
+        "model": str(smollm2),
+        "gpu_memory_utilization": 0.05,
+        **small,
+        "max_num_seqs": 64,
+    }
     greedy = {"prompts": texts, "params": GREEDY}
     likeliest = {"prompts": texts, "params": LIKELIEST}
-    gemma3 = {
-        "model": tiny_models.gemma3_shape(tmp_path_factory.mktemp("gemma3_shape")),
-        "share": 0.06,
+    gemma3: Job = {
+        "model": str(tiny_models.gemma3_shape(tmp_path_factory.mktemp("gemma3_shape"))),
+        "gpu_memory_utilization": 0.06,
         "max_model_len": 20_000,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 8192,
         "load_format": "dummy",
         "kv_cache_memory_bytes": 4 * GIB,
     }
-    llama = {
+    llama: Job = {
         **gemma3,
-        "model": tiny_models.llama_8b_shape(tmp_path_factory.mktemp("llama_8b_shape")),
-        "share": 0.2,
+        "model": str(tiny_models.llama_8b_shape(tmp_path_factory.mktemp("llama_8b_shape"))),
+        "gpu_memory_utilization": 0.2,
         "kv_cache_memory_bytes": 8 * GIB,
     }
     other_chunks = {"max_num_batched_tokens": 2048}
-    long = [
+    long: list[Job] = [
         {
             "prompts": random_prompts([4096, 5001, 7300, 9999, 12_345, 16_000], 32_000),
             "params": LIKELIEST,
         }
     ]
-    load = [
+    load: list[Job] = [
         {
             "prompts": random_prompts([1024] * 128, 32_000),
             "params": {**GREEDY, "max_tokens": 256},
         },
         {"prompts": random_prompts([15_000] * 8, 32_000), "params": {**GREEDY, "max_tokens": 64}},
     ]
-    stock, random = {"plugin": False}, {"weights": "random"}
+    stock: dict[str, Any] = {"plugin": False}
+    random: dict[str, Any] = {"weights": "random"}
     jobs: dict[str, tuple[Job, list[Job], dict[str, Any]]] = {
         "llama columns": (
-            llm(**{**llama, "max_num_seqs": 128, "kv_cache_memory_bytes": 24 * GIB}, **COLUMNS),
+            llm({**llama, "max_num_seqs": 128, "kv_cache_memory_bytes": 24 * GIB}, COLUMNS),
             [*long, *load],
             random,
         ),
-        "llama stock": (llm(**llama, **FLASH), long, random | stock),
-        "llama stock chunked": (llm(**{**llama, **other_chunks}, **FLASH), long, random | stock),
-        "gemma3 columns": (llm(**gemma3, **COLUMNS), long, random),
-        "gemma3 stock": (llm(**gemma3, **FLASH), long, random | stock),
-        "gemma3 stock chunked": (llm(**{**gemma3, **other_chunks}, **FLASH), long, random | stock),
+        "llama stock": (llm(llama, FLASH), long, random | stock),
+        "llama stock chunked": (llm({**llama, **other_chunks}, FLASH), long, random | stock),
+        "gemma3 columns": (llm(gemma3, COLUMNS), long, random),
+        "gemma3 stock": (llm(gemma3, FLASH), long, random | stock),
+        "gemma3 stock chunked": (llm({**gemma3, **other_chunks}, FLASH), long, random | stock),
         "gemma3 short rings": (
-            llm(**gemma3, **COLUMNS, enforce_eager=True),
+            llm(gemma3, COLUMNS, {"enforce_eager": True}),
             long,
             {**random, "fault": "ring rows cut to the window"},
         ),
-        "exact stock": (llm(**exact, **TRITON), [greedy], {"env": IEEE, **stock}),
+        "exact stock": (llm(exact, TRITON), [greedy], {"env": IEEE, **stock}),
         "exact columns": (
-            llm(**exact, **COLUMNS),
+            llm(exact, COLUMNS),
             [greedy, {**greedy, "abort_after": 9}],
             {},
         ),
         "exact preempted": (
-            llm(**{**few, "kv_cache_memory_bytes": 450 << 20}, **COLUMNS),
+            llm({**few, "kv_cache_memory_bytes": 450 << 20}, COLUMNS),
             [greedy],
             {},
         ),
         "exact short of memory": (
-            llm(**few, **COLUMNS),
+            llm(few, COLUMNS),
             [greedy, greedy],
             {"fault": "memory taken away for a while"},
         ),
         "exact in full graphs": (
-            llm(**few, **COLUMNS, compilation_config={"cudagraph_mode": "FULL"}),
+            llm(few, COLUMNS, {"compilation_config": {"cudagraph_mode": "FULL"}}),
             [greedy],
             {},
         ),
         "smollm2 stock": (
-            llm(**rounded, **FLASH),
+            llm(rounded, FLASH),
             [likeliest, {**likeliest, "one_by_one": True}],
             stock,
         ),
-        "smollm2 columns": (llm(**rounded, **COLUMNS), [likeliest], {}),
+        "smollm2 columns": (llm(rounded, COLUMNS), [likeliest], {}),
     }
     with ThreadPoolExecutor(len(jobs)) as pool:
         running: dict[str, Future[Result]] = {
