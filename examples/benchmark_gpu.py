@@ -134,6 +134,11 @@ def measure(backend: str, model: str, utilization: float, rounds: int) -> dict[s
         rows.append(row)
         time.sleep(2)
         row["gib_2s_later"] = (sampler.now() - idle) / GIB
+    if columns:
+        before = stats()
+        seconds = serve(256, 200, 200)  # hardly anything but decodes
+        waited = stats()["prepare_seconds"] - before["prepare_seconds"]
+        print(f"steady decode: steps waited {100 * waited / seconds:.2f} % of the time")
     sampler.stop()
     first = sampler.samples[0][0]
     return {
@@ -174,6 +179,7 @@ def main() -> None:
                 print(run.stdout[-6000:], f"\nbenchmark: {backend} failed, its output is above")
                 continue
             found[backend] = json.loads(lines[0].removeprefix("RESULT "))
+            print(*(line for line in run.stdout.splitlines() if line.startswith("steady")))
             for row in found[backend]["rows"]:
                 print(
                     f"{backend:12} {row['requests']:4} x ({row['tokens_in']} + "

@@ -47,7 +47,7 @@ class ColumnDriver:
         self.seconds = self.longest_seconds = 0.0
         self._agree = agree
         self._column: dict[str, int] = {}
-        self._ends: dict[int, int] = {}
+        self._wants: dict[int, tuple[int, int]] = {}  # of the last step
         self._obtainable = 0  # pages, when a request was last refused
         self._short_steps: int | None = None  # since the last report; None: memory is not short
 
@@ -64,18 +64,7 @@ class ColumnDriver:
         begin = time.perf_counter()
         self._release(plan.finished_req_ids)
         self._release(plan.preempted_req_ids or ())
-        computed: dict[str, int] = {}
-        for new in plan.scheduled_new_reqs:
-            self._bind(new.req_id, new.block_ids)
-            computed[new.req_id] = new.num_computed_tokens
-        cached = plan.scheduled_cached_reqs
-        for request, blocks, done in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if blocks is not None and any(blocks):
-                self._bind(request, blocks)
-            computed[request] = done
-        failed = self._back(plan.num_scheduled_tokens, computed)
+        failed = self._back(plan.num_scheduled_tokens, self._writes_of(plan))
         self.peak_pages = max(self.peak_pages, self.store.committed_pages)
         self.report = self._make_report(failed)
         took = time.perf_counter() - begin
@@ -85,28 +74,42 @@ class ColumnDriver:
 
     def grow_ahead(self) -> None:
         """Let the store back, beside the running step, what the next ones will write."""
-        self.store.prepare_ahead(self._ends)
+        self.store.prepare_ahead({column: end for column, (_, end) in self._wants.items()})
 
-    def _back(self, scheduled: dict[str, int], computed: dict[str, int]) -> list[str]:
+    def _writes_of(self, plan: "SchedulerOutput") -> dict[int, tuple[int, int]]:
+        """Bind columns; column -> positions [start, end) that the step writes in it."""
+        scheduled, column_of = plan.num_scheduled_tokens, self._column
+        wants = {}
+        for new in plan.scheduled_new_reqs:
+            self._bind(new.req_id, new.block_ids)
+            start = new.num_computed_tokens
+            wants[column_of[new.req_id]] = (start, start + scheduled[new.req_id])
+        cached = plan.scheduled_cached_reqs
+        for request, blocks, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if blocks is not None and any(blocks):
+                self._bind(request, blocks)
+            elif request in self.refused:
+                continue
+            wants[column_of[request]] = (start, start + scheduled[request])
+        return wants
+
+    def _back(self, scheduled: dict[str, int], wants: dict[int, tuple[int, int]]) -> list[str]:
         """Back the rows of a step; the requests that were refused."""
-        wants = {
-            self._column[request]: (computed[request], computed[request] + tokens)
-            for request, tokens in scheduled.items()
-            if request not in self.refused
-        }
+        self._wants = wants
         failed: list[str] = []
         try:
             self.store.prepare_writes(wants)
         except StoreFullError:
             failed = self._back_one_by_one(wants)
-        self._ends = {column: end for column, (_, end) in wants.items()}
         refused_here = bool(failed)
         if self._agree is not None and scheduled:
             votes = self._agree([request in failed for request in scheduled])
             for request, vote in zip(scheduled, votes, strict=True):
                 if vote and request not in self.refused:
                     failed.append(request)
-                    self._ends.pop(self._column[request])
+                    wants.pop(self._column[request])
                     self._refuse(request)
         if failed and not refused_here:
             self._obtainable = self.store.obtainable_pages()
@@ -115,7 +118,7 @@ class ColumnDriver:
     def _back_one_by_one(self, wants: dict[int, tuple[int, int]]) -> list[str]:
         """Back what can be backed; those whose rows cannot are refused and dropped from wants."""
         owner = {column: request for request, column in self._column.items()}
-        failed = []
+        failed: list[str] = []
         for column, (start, end) in list(wants.items()):
             try:
                 self.store.prepare_write(column, start, end)
