@@ -162,8 +162,11 @@ class ColumnDriver:
         self._column[request] = column
 
     def _release(self, requests: Iterable[str]) -> None:
+        columns = []
         for request in requests:
             self.refused.discard(request)
             column = self._column.pop(request, None)
             if column is not None:
-                self.store.release(column)
+                columns.append(column)
+        if columns:
+            self.store.release_all(columns)

@@ -18,7 +18,7 @@ CUDA_DEFAULTS = {
     "store": "cuda-vmm",
     "kernel": "triton",
     "page_size": 2 << 20,  # the driver's smallest
-    "ahead_rows": 8,
+    "ahead_rows": 16,
 }
 """What differs on a GPU from the defaults of the fields below, which are those of the CPU."""
 

@@ -108,6 +108,11 @@ class ColumnStore(ABC):
         away as soon as the work is done that the device had before this call.
         """
 
+    def release_all(self, cols: Sequence[int]) -> None:
+        """``release`` of each column."""
+        for col in cols:
+            self.release(col)
+
     @abstractmethod
     def clone(self, src: int, dst: int, n_rows: int) -> None:
         """Give the empty column ``dst`` the positions [0, n_rows) of ``src``.

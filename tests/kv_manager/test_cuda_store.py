@@ -415,12 +415,12 @@ def test_spare_extents_of_other_sizes_are_traded_at_the_limit(driver: FakeDriver
 def test_smaller_extents_serve_where_large_ones_are_refused() -> None:
     driver = FakeDriver(capacity=10 * PAGE)
     with made(driver) as store:
-        before = len(driver.log)
-        store.prepare_write(1, 0, pages(9))
-        assert grown(driver, before, "map") == [4, 4, 1]
+        store.prepare_write(1, 0, pages(6))
         store.release(1)
-        store.prepare_write(2, 0, pages(8))
-        assert store.committed_pages == 9
+        before = len(driver.log)
+        store.prepare_write(2, 0, pages(9))
+        assert grown(driver, before, "map") == [4, 2, 2, 1]
+        assert store.committed_pages == 10
 
 
 def test_the_device_is_waited_for_last(driver: FakeDriver) -> None:
@@ -654,6 +654,19 @@ def test_what_fails_in_the_keeper_is_told_to_the_next_caller() -> None:
         store.prepare_ahead({1: pages(3)})
         assert store.settle(10)
         assert store.committed_pages == 4
+
+
+def test_the_caller_helps_where_the_keeper_falls_behind(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaVmmStore, "MOST_URGENT", 2)
+    with made(driver, one_group(ahead_rows=6)) as store:  # its keeper does nothing
+        store.prepare_writes({col: (0, 2) for col in (1, 2, 3, 4)})
+        assert store.committed_pages == 1 + 4 * 2
+        store.prepare_ahead({1: 3, 2: 4, 3: 3, 4: 4})  # of eight rows
+        assert store.committed_pages == 1 + 4 * 2
+        store.prepare_ahead({1: 4, 2: 5, 3: 6, 4: 7})
+        assert store.committed_pages == 1 + 4 * 2 + 2
 
 
 def test_a_refusal_in_the_keeper_is_told_to_nobody() -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,12 @@ def watch() -> list[dict[str, float]]:
 
     log: list[dict[str, float]] = []
     length: dict[str, int] = {}
+    released: list[int] = []
     stock = ColumnDriver.prepare
 
     def prepare(self: Any, plan: Any) -> None:
         for request in (*plan.finished_req_ids, *(plan.preempted_req_ids or ())):
-            length.pop(request, None)
+            released.append(length.pop(request, 0))
         cached = plan.scheduled_cached_reqs
         length.update((new.req_id, new.num_computed_tokens) for new in plan.scheduled_new_reqs)
         length.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -133,14 +135,16 @@ def watch() -> list[dict[str, float]]:
             length[request] += tokens
         stock(self, plan)
         regions = self.store.geometry.regions
+
+        def bytes_of(lengths: Iterable[int]) -> int:
+            return sum(min(n, one.rows) * one.row_bytes for n in lengths for one in regions)
+
         log.append(
             {
                 "sequences": len(length),
-                "live_bytes": sum(
-                    min(n, region.rows) * region.row_bytes
-                    for n in length.values()
-                    for region in regions
-                ),
+                "live_bytes": bytes_of(length.values()),
+                "released_sequences": len(released),  # so far
+                "released_bytes": bytes_of(released),
                 "regions": len(regions),
                 "tokens": plan.total_num_scheduled_tokens,
                 "seconds": time.perf_counter(),

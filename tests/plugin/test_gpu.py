@@ -91,7 +91,6 @@ def engine(
         "gpu_memory_utilization": 0.2,
         "kv_cache_memory_bytes": 8 * GIB,
     }
-    other_chunks = {"max_num_batched_tokens": 2048}
     long: list[Job] = [
         {
             "prompts": random_prompts([4096, 5001, 7300, 9999, 12_345, 16_000], 32_000),
@@ -114,10 +113,10 @@ def engine(
             random,
         ),
         "llama stock": (llm(llama, FLASH), long, random | stock),
-        "llama stock chunked": (llm({**llama, **other_chunks}, FLASH), long, random | stock),
+        "llama stock triton": (llm(llama, TRITON), long, random | stock),
         "gemma3 columns": (llm(gemma3, COLUMNS), long, random),
         "gemma3 stock": (llm(gemma3, FLASH), long, random | stock),
-        "gemma3 stock chunked": (llm({**gemma3, **other_chunks}, FLASH), long, random | stock),
+        "gemma3 stock triton": (llm(gemma3, TRITON), long, random | stock),
         "gemma3 short rings": (
             llm(gemma3, COLUMNS, {"enforce_eager": True}),
             long,
@@ -149,6 +148,7 @@ def engine(
             [likeliest, {**likeliest, "one_by_one": True}],
             stock,
         ),
+        "smollm2 stock triton": (llm(rounded, TRITON), [likeliest], stock),
         "smollm2 columns": (llm(rounded, COLUMNS), [likeliest], {}),
     }
     with ThreadPoolExecutor(len(jobs)) as pool:
@@ -189,11 +189,11 @@ def test_mixed_steps_in_captured_graphs_too(engine: Callable[[str], Result]) -> 
 
 
 def spread_of_stock(model: str, engine: Callable[[str], Result]) -> list[float]:
-    """What stock differs from itself by when it batches the same prompts otherwise."""
-    stock = engine(f"{model} stock")
-    if model == "smollm2":
-        return logprob_gaps(stock, stock, 1)
-    return logprob_gaps(engine(f"{model} stock chunked"), stock)
+    """What stock differs from itself by: its two attention backends on the same prompts.
+
+    With FLASH_ATTN alone, prompts one by one or in other chunks can give the very same bits.
+    """
+    return logprob_gaps(engine(f"{model} stock triton"), engine(f"{model} stock"))
 
 
 def mean(gaps: list[float]) -> float:
@@ -207,6 +207,9 @@ def test_bfloat16_differs_from_stock_no_more_than_stock_from_itself(
     """Bound: twice stock's own spread, of the likeliest tokens after each prompt."""
     stock = engine(f"{model} stock")
     spread, gaps = spread_of_stock(model, engine), logprob_gaps(engine(f"{model} columns"), stock)
+    if model == "smollm2":
+        again = logprob_gaps(stock, stock, 1)
+        print(f"\nstock FLASH_ATTN one by one: {mean(again):.4f} mean, {max(again):.4f} max")
     print(
         f"\n{model}: |ours - stock| {mean(gaps):.4f} mean, {max(gaps):.4f} max, n {len(gaps)}; "
         f"stock against itself {mean(spread):.4f} mean, {max(spread):.4f} max, n {len(spread)}"
@@ -230,17 +233,18 @@ def test_control_rings_cut_to_the_window_are_out_of_bounds(
 def test_memory_follows_the_tokens(name: str, engine: Callable[[str], Result]) -> None:
     """5 % above the live rows and a page for each sequence and region, and what may stay idle.
 
-    Rows that were live within the last second count, since their pages are on their way back.
+    Sequences that ended within the last second count, since their pages are on their way back.
     """
     steps = engine(name)["log"]
     scratch = PAGE * steps[0]["regions"]
-    first = 0
-    for i, step in enumerate(steps):
-        while steps[first]["seconds"] < step["seconds"] - 1:
-            first += 1
-        recent = steps[first : i + 1]
-        live = max(one["live_bytes"] for one in recent)
-        sequences = max(one["sequences"] for one in recent)
+    gone = {"released_bytes": 0, "released_sequences": 0}  # as of a second ago
+    older = 0
+    for step in steps:
+        while steps[older]["seconds"] < step["seconds"] - 1:
+            gone = steps[older]
+            older += 1
+        live = step["live_bytes"] + step["released_bytes"] - gone["released_bytes"]
+        sequences = step["sequences"] + step["released_sequences"] - gone["released_sequences"]
         allowed = 1.05 * live + sequences * step["regions"] * PAGE
         assert step["live_bytes"] <= step["resident_bytes"] <= allowed + scratch + SPARE
     peak = max(steps, key=lambda step: step["live_bytes"])

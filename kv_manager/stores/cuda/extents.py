@@ -9,7 +9,7 @@ from .driver import Driver
 
 __all__ = ["SIZES", "Extent", "ExtentPool", "Reclaim"]
 
-SIZES = (64, 16, 4, 1)  # pages; access is granted per extent, so large ones make growth cheap
+SIZES = (64, 32, 16, 8, 4, 2, 1)  # pages; access is granted per extent: the fewer the better
 
 
 @dataclass(eq=False, slots=True)

@@ -1,7 +1,7 @@
 """Columns in the memory of a CUDA device: reserved addresses, backed extent by extent."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import ClassVar
@@ -55,6 +55,9 @@ class CudaVmmStore(ColumnStore):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     POLL_SECONDS: ClassVar[float] = 0.03
     """How often the keeper asks for events while columns are retired."""
+    URGENT_ROWS: ClassVar[int] = 4
+    MOST_URGENT: ClassVar[int] = 64
+    """``prepare_ahead`` itself backs a column with fewer rows left, so many at most in a call."""
     MARGIN_BYTES: ClassVar[int] = 64 << 20
     """Free memory of the device that is not counted as obtainable."""
 
@@ -129,30 +132,42 @@ class CudaVmmStore(ColumnStore):
 
     def prepare_writes(self, wants: Mapping[int, tuple[int, int]]) -> None:
         self._begin("prepare_write")
+        missing = {}
         for col, (start, end) in wants.items():
             if not self._is_ready(col, start, end):
                 self._check_range("prepare_write", col, start, end)
-                with self._caller("prepare_write"):
-                    self._grow(col, end)
-            if end > self._end[col]:
+                missing[col] = end
+            elif end > self._end[col]:
                 self._end[col] = end
+        if missing:
+            with self._caller("prepare_write"):
+                for col, end in missing.items():
+                    self._grow(col, end)
+                    self._end[col] = max(self._end[col], end)
 
     def prepare_ahead(self, ends: Mapping[int, int]) -> None:
         """Let the keeper back ``pages_for(end)`` pages of each column.
 
         A later request for the same column takes the earlier one's place, a release or rewind
-        ends it. Costs a comparison for each column that has these pages already.
+        ends it. Costs a comparison for each column that has these pages already. Where the keeper
+        falls behind, the caller helps with a few columns that are almost full.
         """
         self._begin("prepare_ahead")
-        asked = False
+        asked, urgent = False, []
         for col, end in ends.items():
             if not 0 <= col < self.geometry.cols or end > self._quiet[col]:
                 self._check_col("prepare_ahead", col)
                 self._check_range("prepare_ahead", col, 0, end)
                 self._requests.put(col, end)
                 asked = True
+                if 0 <= self._ready[col] - end < self.URGENT_ROWS:
+                    urgent.append(col)
         if asked:
             self._wake_keeper()
+        if urgent:
+            with self._caller("prepare_ahead"):
+                for col in urgent[: self.MOST_URGENT]:
+                    self._grow_ahead(col, ends[col])
 
     def obtainable_pages(self) -> int:
         self._check_open("obtainable_pages")
@@ -165,10 +180,15 @@ class CudaVmmStore(ColumnStore):
             return min(pool.held_pages + new, most) - surplus
 
     def release(self, col: int) -> None:
+        self.release_all((col,))
+
+    def release_all(self, cols: Sequence[int]) -> None:
         self._begin("release")
-        self._check_col("release", col)
-        self._retire("release", col, 0)
-        self._end[col] = 0
+        for col in cols:
+            self._check_col("release", col)
+        self._retire("release", cols, 0)
+        for col in cols:
+            self._end[col] = 0
 
     def clone(self, src: int, dst: int, n_rows: int) -> None:
         """Copies the pages that hold the rows, in the order of the stream; nothing is shared."""
@@ -181,7 +201,7 @@ class CudaVmmStore(ColumnStore):
                     pages = region.geometry.pages_of_rows(n_rows)
                     region.copy(src, dst, pages, self._stream)
         except StoreError:
-            self._retire("clone", dst, 0)
+            self._retire("clone", (dst,), 0)
             raise
         self._end[dst] = n_rows
 
@@ -195,7 +215,7 @@ class CudaVmmStore(ColumnStore):
             for region in self._regions
         )
         if beyond or length < self._end[col]:
-            self._retire("shrink", col, length)
+            self._retire("shrink", (col,), length)
             self._end[col] = min(self._end[col], length)
 
     def trim(self) -> None:
@@ -318,7 +338,11 @@ class CudaVmmStore(ColumnStore):
         """The keeper's work. Each piece has a turn of its own, so that no caller waits long."""
         while self._requests and not self._closed:
             with self._turn.of_keeper(), self._context():
-                self._grow_ahead()
+                while not (self._closed or self._turn.wanted):
+                    request = self._requests.first()
+                    if request is None:
+                        break
+                    self._grow_ahead(*request)
         more = True
         while more and not self._closed:
             with self._turn.of_keeper(), self._context():
@@ -336,24 +360,23 @@ class CudaVmmStore(ColumnStore):
         finally:
             self._publish(col)
 
-    def _grow_ahead(self) -> None:
-        """One piece of work for the oldest request."""
-        request = self._requests.first()
-        if request is not None:
-            try:
-                more = self._growth.grow_a_little(*request, self._stream)
-            finally:
-                self._publish(request[0])
-            if not more:
-                self._requests.finish(*request)
-
-    def _retire(self, call: str, col: int, length: int) -> None:
-        with self._caller(call):
-            self._requests.drop(col)
-            for region in self._regions:
-                region.retire(col, length, self._stream)
-            self._retired.add(col, self._stream)
+    def _grow_ahead(self, col: int, end: int) -> None:
+        """One piece of work for a request."""
+        try:
+            more = self._growth.grow_a_little(col, end, self._stream)
+        finally:
             self._publish(col)
+        if not more:
+            self._requests.finish(col, end)
+
+    def _retire(self, call: str, cols: Sequence[int], length: int) -> None:
+        with self._caller(call):
+            for col in cols:
+                self._requests.drop(col)
+                for region in self._regions:
+                    region.retire(col, length, self._stream)
+                self._retired.add(col, self._stream)
+                self._publish(col)
         if len(self._retired):
             self._wake_keeper()
 

@@ -24,6 +24,11 @@ class Turn:
         self.keeper_seconds = 0.0
         """Time that the keeper had its turn."""
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a caller waits; the keeper is to end its turn then."""
+        return self._callers > 0
+
     @contextmanager
     def of_caller(self) -> Iterator[None]:
         began = perf_counter()
