@@ -16,7 +16,7 @@ GPU_PYTHON := $(GPU_VENV)/bin/python
 GPU_READY  := $(GPU_VENV)/.complete
 endif
 
-MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 9 $(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+MEMCHECK := compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
 .PHONY: demo test test-gpu memcheck lint clean
 .DELETE_ON_ERROR:

@@ -1,6 +1,7 @@
 """Serving time and cache memory on a GPU: columns against stock FLASH_ATTN and TRITON_ATTN.
 
-    python examples/benchmark_gpu.py [--backends SDPA_VARLEN FLASH_ATTN TRITON_ATTN] [--json FILE]
+    python examples/benchmark_gpu.py [--backends SDPA_VARLEN FLASH_ATTN TRITON_ATTN]
+        [--workloads 256x1024+256 256x1024+1 32x15000+64 1x128+256] [--json FILE]
 
 Each backend serves the shape of an 8B Llama with random weights in a process of its own, one after
 the other, with vLLM's defaults, and gets the same workloads: requests x (tokens in + tokens out).
@@ -11,6 +12,7 @@ the longest such wait.
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-WORKLOADS = ((256, 1024, 256), (256, 1024, 1), (32, 15_000, 64), (1, 128, 256))
+WORKLOADS = ("256x1024+256", "256x1024+1", "32x15000+64", "1x128+256")
 VOCABULARY = 128_256
 GIB = 1 << 30
 SHAPE = {
@@ -77,8 +79,8 @@ def prompts(count: int, length: int) -> list[dict[str, list[int]]]:
     ]
 
 
-def measure(backend: str, model: str, utilization: float, rounds: int) -> dict[str, Any]:
-    """Serve the workloads once each after a short warm-up; seconds, memory, waits."""
+def measure(backend: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Serve the workloads after a short warm-up; seconds, memory, waits."""
     from vllm import LLM, SamplingParams
 
     sampler = MemorySampler()
@@ -89,7 +91,7 @@ def measure(backend: str, model: str, utilization: float, rounds: int) -> dict[s
         max_model_len=16_384,
         max_num_seqs=256,
         max_num_batched_tokens=8192,
-        gpu_memory_utilization=utilization,
+        gpu_memory_utilization=args.utilization,
         enable_prefix_caching=False,
         attention_backend=backend,
     )
@@ -113,10 +115,11 @@ def measure(backend: str, model: str, utilization: float, rounds: int) -> dict[s
     idle = sampler.now()
     sampler.start()
     rows = []
-    for count, length, output in WORKLOADS:
+    for workload in args.workloads:
+        count, length, output = (int(n) for n in re.split("[x+]", workload))
         before = stats() if columns else {}
         began = len(sampler.samples)
-        seconds = min(serve(count, length, output) for _ in range(rounds))
+        seconds = min(serve(count, length, output) for _ in range(args.rounds))
         peak = max((used for _, used in sampler.samples[began:]), default=idle)
         row: dict[str, Any] = {
             "requests": count,
@@ -128,7 +131,7 @@ def measure(backend: str, model: str, utilization: float, rounds: int) -> dict[s
         if columns:
             after = stats()
             waited = after["prepare_seconds"] - before["prepare_seconds"]
-            row["wait_share"] = waited / seconds / rounds
+            row["wait_share"] = waited / seconds / args.rounds
             row["longest_wait_ms"] = 1000 * after["longest_prepare_seconds"]
             row["store"] = after
         rows.append(row)
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument(
         "--backends", nargs="+", default=["SDPA_VARLEN", "FLASH_ATTN", "TRITON_ATTN"]
     )
+    parser.add_argument("--workloads", nargs="+", default=WORKLOADS, help="requests x in + out")
     parser.add_argument("--utilization", type=float, default=0.8)
     parser.add_argument("--rounds", type=int, default=1, help="of each workload; the best counts")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
@@ -161,7 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure:
         backend, model = args.measure
-        result = measure(backend, model, args.utilization, args.rounds)
+        result = measure(backend, model, args)
         print("RESULT " + json.dumps(result), flush=True)
         return
     found: dict[str, dict[str, Any]] = {}
