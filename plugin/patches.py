@@ -2,7 +2,7 @@
 
     vllm/platforms/cpu.py:CpuPlatform.check_and_update_config         all that the switch implies
     vllm/platforms/cpu.py:CpuPlatform.get_attn_backend_cls            ignores the selection
-    vllm/platforms/cuda.py:NvmlCudaPlatform.check_and_update_config   all that the switch implies
+    vllm/platforms/cuda.py:CudaPlatform.check_and_update_config       all that the switch implies
 
 Written for the releases in `support.VLLM_VERSIONS`. On another platform or release only
 `check_and_update_config` is wrapped, to refuse the backend when it is selected.

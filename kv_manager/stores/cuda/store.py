@@ -1,8 +1,7 @@
 """Columns in the memory of a CUDA device: reserved addresses, backed extent by extent."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import ClassVar
 
@@ -11,16 +10,17 @@ import torch
 from ...errors import StoreError, StoreFullError
 from ...geometry import SCRATCH_COLUMN, CacheGeometry
 from ..base import ColumnStore
+from .access import Access
 from .cuda_driver import CudaDriver
 from .driver import Driver
 from .extents import ExtentPool
 from .growth import Growth
 from .keeper import Keeper
+from .reach import Reach
 from .region import CudaRegion
 from .requests import Requests
 from .retired import RetiredColumns
 from .stats import StoreStats
-from .turn import Turn
 
 __all__ = ["CudaVmmStore"]
 
@@ -78,16 +78,11 @@ class CudaVmmStore(ColumnStore):
                 f"{self._driver.granularity}, the granularity of its driver"
             )
         self.spare_bytes = spare_bytes
-        self._stream = self._driver.current_stream()
-        # For each column: the end of what was prepared, the end of what is backed, the largest n
-        # whose pages_for(n) are backed.
-        self._end = [0] * geometry.cols
-        self._ready = [0] * geometry.cols
-        self._quiet = [0] * geometry.cols
+        self._access = Access(self._driver)
         self._requests = Requests()
-        self._turn = Turn()
         self._keeper = Keeper(self._tend, self._driver.enter_thread)
         self._regions: list[CudaRegion] = []
+        self._reach = Reach(geometry, self._regions)
         self._retired = RetiredColumns(self._driver, self._regions)
 
         def limit() -> int:
@@ -97,7 +92,7 @@ class CudaVmmStore(ColumnStore):
         self._growth = Growth(self._regions, self._retired, self._pool, limit)
         self._closed = False
         try:
-            with self._caller("the store"):
+            with self._access.of_caller("the store"):
                 for region in geometry.regions:
                     self._regions.append(CudaRegion(region, self._driver, self._pool))
                 self._grow(SCRATCH_COLUMN, 1)
@@ -106,7 +101,7 @@ class CudaVmmStore(ColumnStore):
         except BaseException:
             self.close()
             raise
-        self._end[SCRATCH_COLUMN] = 1
+        self._reach.end[SCRATCH_COLUMN] = 1
         self._region_of = {
             layer: region for region in self._regions for layer in region.geometry.layers
         }
@@ -120,7 +115,7 @@ class CudaVmmStore(ColumnStore):
         self._check_open("pages_needed")
         needed = 0
         for col, (start, end) in wants.items():
-            if not self._is_ready(col, start, end):
+            if not self._reach.covers(col, start, end):
                 self._check_range("pages_needed", col, start, end)
                 for region in self._regions:
                     pages = region.geometry.pages_of(col, end)
@@ -134,16 +129,16 @@ class CudaVmmStore(ColumnStore):
         self._begin("prepare_write")
         missing = {}
         for col, (start, end) in wants.items():
-            if not self._is_ready(col, start, end):
+            if not self._reach.covers(col, start, end):
                 self._check_range("prepare_write", col, start, end)
                 missing[col] = end
-            elif end > self._end[col]:
-                self._end[col] = end
+            elif end > self._reach.end[col]:
+                self._reach.end[col] = end
         if missing:
-            with self._caller("prepare_write"):
+            with self._access.of_caller("prepare_write"):
                 for col, end in missing.items():
                     self._grow(col, end)
-                    self._end[col] = max(self._end[col], end)
+                    self._reach.end[col] = max(self._reach.end[col], end)
 
     def prepare_ahead(self, ends: Mapping[int, int]) -> None:
         """Let the keeper back ``pages_for(end)`` pages of each column.
@@ -155,27 +150,27 @@ class CudaVmmStore(ColumnStore):
         self._begin("prepare_ahead")
         asked, urgent = False, []
         for col, end in ends.items():
-            if not 0 <= col < self.geometry.cols or end > self._quiet[col]:
+            if not 0 <= col < self.geometry.cols or end > self._reach.quiet[col]:
                 self._check_col("prepare_ahead", col)
                 self._check_range("prepare_ahead", col, 0, end)
                 self._requests.put(col, end)
                 asked = True
-                if 0 <= self._ready[col] - end < self.URGENT_ROWS:
+                if 0 <= self._reach.ready[col] - end < self.URGENT_ROWS:
                     urgent.append(col)
         if asked:
             self._wake_keeper()
         if urgent:
-            with self._caller("prepare_ahead"):
+            with self._access.of_caller("prepare_ahead"):
                 for col in urgent[: self.MOST_URGENT]:
                     self._grow_ahead(col, ends[col])
 
     def obtainable_pages(self) -> int:
         self._check_open("obtainable_pages")
-        with self._turn.of_caller(), self._context():
+        with self._access.looking():
             page, pool = self.geometry.page_size, self._pool
             free = max(0, self._driver.free_bytes() - self.MARGIN_BYTES) // page
             new = max(0, min(self.page_limit - pool.held_pages, free))
-            surplus = sum(region.surplus(self._end) for region in self._regions)
+            surplus = sum(region.surplus(self._reach.end) for region in self._regions)
             most = max(self.page_limit, self.committed_pages)
             return min(pool.held_pages + new, most) - surplus
 
@@ -188,22 +183,22 @@ class CudaVmmStore(ColumnStore):
             self._check_col("release", col)
         self._retire("release", cols, 0)
         for col in cols:
-            self._end[col] = 0
+            self._reach.end[col] = 0
 
     def clone(self, src: int, dst: int, n_rows: int) -> None:
         """Copies the pages that hold the rows, in the order of the stream; nothing is shared."""
         self._begin("clone")
-        self._check_clone(src, dst, n_rows, self._end)
+        self._check_clone(src, dst, n_rows, self._reach.end)
         try:
-            with self._caller("clone"):
+            with self._access.of_caller("clone"):
                 self._grow(dst, n_rows)
                 for region in self._regions:
                     pages = region.geometry.pages_of_rows(n_rows)
-                    region.copy(src, dst, pages, self._stream)
+                    region.copy(src, dst, pages, self._access.stream)
         except StoreError:
             self._retire("clone", (dst,), 0)
             raise
-        self._end[dst] = n_rows
+        self._reach.end[dst] = n_rows
 
     def shrink(self, col: int, length: int) -> None:
         """Give back whole extents beyond ``length``; rows given up in the others are zeroed."""
@@ -214,14 +209,14 @@ class CudaVmmStore(ColumnStore):
             region.live_pages(col) > region.geometry.pages_of(col, length)
             for region in self._regions
         )
-        if beyond or length < self._end[col]:
+        if beyond or length < self._reach.end[col]:
             self._retire("shrink", (col,), length)
-            self._end[col] = min(self._end[col], length)
+            self._reach.end[col] = min(self._reach.end[col], length)
 
     def trim(self) -> None:
         """Unmap what the device is done with, and give spare memory back, without the keeper."""
         self._begin("trim")
-        with self._caller("trim"):
+        with self._access.of_caller("trim"):
             self._retired.collect(None)
             while self._pool.trim_one(self._spare_to_keep()):
                 pass
@@ -251,8 +246,8 @@ class CudaVmmStore(ColumnStore):
     def stats(self) -> StoreStats:
         """Totals of time and pages since the store was made."""
         return StoreStats(
-            caller_seconds=self._turn.caller_seconds,
-            keeper_seconds=self._turn.keeper_seconds,
+            caller_seconds=self._access.turn.caller_seconds,
+            keeper_seconds=self._access.turn.keeper_seconds,
             mapped_pages=sum(region.mapped_pages for region in self._regions),
             unmapped_pages=sum(region.unmapped_pages for region in self._regions),
             reused_pages=sum(region.reused_pages for region in self._regions),
@@ -273,9 +268,9 @@ class CudaVmmStore(ColumnStore):
         if self._closed:
             return
         self._closed = True
-        self._ready = [-1] * self.geometry.cols
+        self._reach.close()
         self._keeper.stop()
-        with self._turn.of_caller(), self._context():
+        with self._access.looking():
             self._driver.synchronize()
             self._retired.drop_all()
             for region in self._regions:
@@ -297,39 +292,7 @@ class CudaVmmStore(ColumnStore):
         failure = self._keeper.take_failure()
         if failure is not None:
             raise failure
-        stream = self._driver.current_stream()
-        if stream != self._stream:
-            self._follow(call, stream)
-
-    @contextmanager
-    def _caller(self, call: str) -> Iterator[None]:
-        with self._turn.of_caller(), self._context():
-            if self._driver.is_capturing(self._stream):
-                raise StoreError(
-                    f"{call}: the current stream is capturing a graph, and memory must not change "
-                    f"meanwhile; prepare the columns before the capture"
-                )
-            yield
-
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        self._driver.push()
-        try:
-            yield
-        finally:
-            self._driver.pop()
-
-    def _follow(self, call: str, stream: int) -> None:
-        """The caller goes on with another stream: it is to see what was zeroed on the last one."""
-        earlier, self._stream = self._stream, stream
-        try:
-            with self._caller(call):
-                event = self._driver.record(earlier)
-                self._driver.join(stream, event)
-                self._driver.drop(event)
-        except BaseException:
-            self._stream = earlier
-            raise
+        self._access.follow(call)
 
     def _wake_keeper(self) -> None:
         self._keeper.wake()
@@ -337,15 +300,15 @@ class CudaVmmStore(ColumnStore):
     def _tend(self) -> float | None:
         """The keeper's work. Each piece has a turn of its own, so that no caller waits long."""
         while self._requests and not self._closed:
-            with self._turn.of_keeper(), self._context():
-                while not (self._closed or self._turn.wanted):
+            with self._access.of_keeper():
+                while not (self._closed or self._access.turn.wanted):
                     request = self._requests.first()
                     if request is None:
                         break
                     self._grow_ahead(*request)
         more = True
         while more and not self._closed:
-            with self._turn.of_keeper(), self._context():
+            with self._access.of_keeper():
                 more = self._retired.collect_some() or self._pool.trim_one(self._spare_to_keep())
         return self.POLL_SECONDS if len(self._retired) else None
 
@@ -353,46 +316,32 @@ class CudaVmmStore(ColumnStore):
 
     def _grow(self, col: int, end: int) -> None:
         try:
-            self._growth.grow(col, end, self._stream)
+            self._growth.grow(col, end, self._access.stream)
         except StoreFullError:
             self._wake_keeper()  # what was gathered in vain is spare now, and may be too much
             raise
         finally:
-            self._publish(col)
+            self._reach.publish(col)
 
     def _grow_ahead(self, col: int, end: int) -> None:
         """One piece of work for a request."""
         try:
-            more = self._growth.grow_a_little(col, end, self._stream)
+            more = self._growth.grow_a_little(col, end, self._access.stream)
         finally:
-            self._publish(col)
+            self._reach.publish(col)
         if not more:
             self._requests.finish(col, end)
 
     def _retire(self, call: str, cols: Sequence[int], length: int) -> None:
-        with self._caller(call):
+        with self._access.of_caller(call):
             for col in cols:
                 self._requests.drop(col)
                 for region in self._regions:
-                    region.retire(col, length, self._stream)
-                self._retired.add(col, self._stream)
-                self._publish(col)
+                    region.retire(col, length, self._access.stream)
+                self._retired.add(col, self._access.stream)
+                self._reach.publish(col)
         if len(self._retired):
             self._wake_keeper()
-
-    def _publish(self, col: int) -> None:
-        """Say how far the column can be written without any work; last, when zeroing is queued."""
-        ready = quiet = 1 if col == SCRATCH_COLUMN else self.geometry.capacity
-        for region in self._regions:
-            pages = region.live_pages(col)
-            if pages < region.geometry.pages_per_column:
-                ready = min(ready, region.geometry.rows_within(pages))
-                quiet = min(quiet, region.geometry.tokens_within(pages) or 0)
-        self._ready[col], self._quiet[col] = ready, quiet
-
-    def _is_ready(self, col: int, start: int, end: int) -> bool:
-        """Whether the positions can be written as things are; true for most decode steps."""
-        return 0 <= col < len(self._ready) and 0 <= start <= end <= self._ready[col]
 
     def _spare_to_keep(self) -> int:
         room = self.page_limit - (self._pool.held_pages - self._pool.spare_pages)
