@@ -6,12 +6,13 @@
 Each backend serves the shape of an 8B Llama with random weights in a process of its own, one after
 the other, with vLLM's defaults, and gets the same workloads: requests x (tokens in + tokens out).
 Device memory is what NVML reports, at 20 samples a second, less what it was before the first
-workload. For columns it also prints the share of the time that steps waited for their rows, and
-the longest such wait.
+workload. For columns it also prints the share of the time that steps waited for their rows, all
+bookkeeping included, and the longest such wait.
 """
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -130,18 +131,15 @@ def measure(backend: str, model: str, args: argparse.Namespace) -> dict[str, Any
         }
         if columns:
             after = stats()
-            waited = after["prepare_seconds"] - before["prepare_seconds"]
-            row["wait_share"] = waited / seconds / args.rounds
+            row["store"] = change = {name: after[name] - before[name] for name in after}
+            row["wait_share"] = change["prepare_seconds"] / (args.rounds * seconds)
             row["longest_wait_ms"] = 1000 * after["longest_prepare_seconds"]
-            row["store"] = after
+            if change["decode_steps"]:
+                waited, whole = change["decode_prepare_seconds"], change["decode_seconds"]
+                row["decode_wait_share"] = waited / whole
         rows.append(row)
         time.sleep(2)
         row["gib_2s_later"] = (sampler.now() - idle) / GIB
-    if columns:
-        before = stats()
-        seconds = serve(256, 200, 200)  # hardly anything but decodes
-        waited = stats()["prepare_seconds"] - before["prepare_seconds"]
-        print(f"steady decode: steps waited {100 * waited / seconds:.2f} % of the time")
     sampler.stop()
     first = sampler.samples[0][0]
     return {
@@ -183,23 +181,23 @@ def main() -> None:
                 print(run.stdout[-6000:], f"\nbenchmark: {backend} failed, its output is above")
                 continue
             found[backend] = json.loads(lines[0].removeprefix("RESULT "))
-            print(*(line for line in run.stdout.splitlines() if line.startswith("steady")))
             for row in found[backend]["rows"]:
                 print(
                     f"{backend:12} {row['requests']:4} x ({row['tokens_in']} + "
                     f"{row['tokens_out']}): {row['seconds']:.2f} s, memory +"
                     f"{row['peak_gib']:.1f} GiB, 2 s later +{row['gib_2s_later']:.1f} GiB"
                     + (
-                        f", waited {100 * row['wait_share']:.2f} % of the time, "
-                        f"at most {row['longest_wait_ms']:.1f} ms"
+                        f"; steps waited {100 * row['wait_share']:.2f} % of the time, at most "
+                        f"{row['longest_wait_ms']:.1f} ms, steps of decodes alone "
+                        f"{100 * row.get('decode_wait_share', math.nan):.2f} %"
                         if "wait_share" in row
                         else ""
                     ),
                     flush=True,
                 )
             print(f"{backend:12} idle: {found[backend]['idle_gib']:.1f} GiB in use", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(found))
+            if args.json:
+                args.json.write_text(json.dumps(found))
     if len(found) < len(args.backends):
         sys.exit(1)
     ours = found.get("SDPA_VARLEN")

@@ -21,6 +21,45 @@ REPORT_STEPS = 32
 not seconds, since all workers of a group must look at the same one."""
 
 
+class StepTimes:
+    """How long steps waited until their rows were there; seconds on the host.
+
+    Decode steps, one token for every request, are counted on their own: the time from one to the
+    next in ``decode_seconds``, the wait that it contains in ``decode_prepare_seconds``.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.decode_steps = 0
+        self.seconds = self.decode_seconds = self.decode_prepare_seconds = 0.0
+        self._longest = 0.0
+        self._last: tuple[float, float] | None = None  # of the last step, if it was of decodes
+
+    def add(self, begin: float, end: float, decodes: bool) -> None:
+        """A step was prepared from one moment to another (`time.perf_counter`)."""
+        took = end - begin
+        self.steps += 1
+        self.seconds += took
+        self._longest = max(self._longest, took)
+        if decodes and self._last is not None:
+            earlier, its_took = self._last
+            self.decode_steps += 1
+            self.decode_seconds += begin - earlier
+            self.decode_prepare_seconds += its_took
+        self._last = (begin, took) if decodes else None
+
+    def take(self) -> dict[str, float]:
+        """All by name, and the longest wait since the last call."""
+        longest, self._longest = self._longest, 0.0
+        return {
+            "steps": self.steps,
+            "prepare_seconds": self.seconds,
+            "longest_prepare_seconds": longest,
+            "decode_steps": self.decode_steps,
+            "decode_seconds": self.decode_seconds,
+            "decode_prepare_seconds": self.decode_prepare_seconds,
+        }
+
+
 class ColumnDriver:
     """Keeps the request -> column table and makes the store ready before each step.
 
@@ -34,8 +73,7 @@ class ColumnDriver:
         peak_pages: largest number of committed pages seen after a step was prepared.
         refused: requests without a column, at present.
         report: of the last step; None unless memory is short.
-        steps, seconds, longest_seconds: how many were prepared, and how long that took in all
-            and at most.
+        times: how long steps waited for this.
     """
 
     def __init__(self, store: ColumnStore, agree: Agree | None = None) -> None:
@@ -43,8 +81,7 @@ class ColumnDriver:
         self.peak_pages = store.committed_pages
         self.refused: set[str] = set()
         self.report: MemoryReport | None = None
-        self.steps = 0
-        self.seconds = self.longest_seconds = 0.0
+        self.times = StepTimes()
         self._agree = agree
         self._column: dict[str, int] = {}
         self._wants: dict[int, tuple[int, int]] = {}  # of the last step
@@ -64,26 +101,31 @@ class ColumnDriver:
         begin = time.perf_counter()
         self._release(plan.finished_req_ids)
         self._release(plan.preempted_req_ids or ())
-        failed = self._back(plan.num_scheduled_tokens, self._writes_of(plan))
+        failed = self._back(plan.num_scheduled_tokens, self._missing(plan))
         self.peak_pages = max(self.peak_pages, self.store.committed_pages)
         self.report = self._make_report(failed)
-        took = time.perf_counter() - begin
-        self.steps += 1
-        self.seconds += took
-        self.longest_seconds = max(self.longest_seconds, took)
+        decodes = plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens) > 0
+        self.times.add(begin, time.perf_counter(), decodes)
 
     def grow_ahead(self) -> None:
-        """Let the store back, beside the running step, what the next ones will write."""
+        """Beside the running step: tell the store what it writes, let it back what is next."""
+        self.store.prepare_writes(self._wants)
         self.store.prepare_ahead({column: end for column, (_, end) in self._wants.items()})
 
-    def _writes_of(self, plan: "SchedulerOutput") -> dict[int, tuple[int, int]]:
-        """Bind columns; column -> positions [start, end) that the step writes in it."""
+    def _missing(self, plan: "SchedulerOutput") -> dict[int, tuple[int, int]]:
+        """Bind columns; column -> positions [start, end) for those that need the store's work.
+
+        Most decode steps find their rows there; the launch is not to wait for more than that.
+        """
         scheduled, column_of = plan.num_scheduled_tokens, self._column
-        wants = {}
+        ready = self.store.writable()
+        wants: dict[int, tuple[int, int]] = {}
+        missing: dict[int, tuple[int, int]] = {}
         for new in plan.scheduled_new_reqs:
             self._bind(new.req_id, new.block_ids)
             start = new.num_computed_tokens
-            wants[column_of[new.req_id]] = (start, start + scheduled[new.req_id])
+            column = column_of[new.req_id]
+            wants[column] = missing[column] = (start, start + scheduled[new.req_id])
         cached = plan.scheduled_cached_reqs
         for request, blocks, start in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -92,34 +134,36 @@ class ColumnDriver:
                 self._bind(request, blocks)
             elif request in self.refused:
                 continue
-            wants[column_of[request]] = (start, start + scheduled[request])
-        return wants
-
-    def _back(self, scheduled: dict[str, int], wants: dict[int, tuple[int, int]]) -> list[str]:
-        """Back the rows of a step; the requests that were refused."""
+            column, end = column_of[request], start + scheduled[request]
+            wants[column] = (start, end)
+            if end > ready[column]:
+                missing[column] = (start, end)
         self._wants = wants
+        return missing
+
+    def _back(self, scheduled: dict[str, int], missing: dict[int, tuple[int, int]]) -> list[str]:
+        """Back what is missing; the requests that were refused."""
         failed: list[str] = []
         try:
-            self.store.prepare_writes(wants)
+            self.store.prepare_writes(missing)
         except StoreFullError:
-            failed = self._back_one_by_one(wants)
+            failed = self._back_one_by_one(missing)
         refused_here = bool(failed)
         if self._agree is not None and scheduled:
             votes = self._agree([request in failed for request in scheduled])
             for request, vote in zip(scheduled, votes, strict=True):
                 if vote and request not in self.refused:
                     failed.append(request)
-                    wants.pop(self._column[request])
                     self._refuse(request)
         if failed and not refused_here:
             self._obtainable = self.store.obtainable_pages()
         return failed
 
-    def _back_one_by_one(self, wants: dict[int, tuple[int, int]]) -> list[str]:
-        """Back what can be backed; those whose rows cannot are refused and dropped from wants."""
+    def _back_one_by_one(self, missing: dict[int, tuple[int, int]]) -> list[str]:
+        """Back what can be backed; those whose rows cannot are refused."""
         owner = {column: request for request, column in self._column.items()}
         failed: list[str] = []
-        for column, (start, end) in list(wants.items()):
+        for column, (start, end) in missing.items():
             try:
                 self.store.prepare_write(column, start, end)
             except StoreFullError as error:
@@ -128,11 +172,11 @@ class ColumnDriver:
                     most = self.store.committed_pages + error.pages - 1
                     self._obtainable = min(most, self.store.obtainable_pages())
                 failed.append(owner[column])
-                del wants[column]
                 self._refuse(owner[column])
         return failed
 
     def _refuse(self, request: str) -> None:
+        self._wants.pop(self._column[request], None)
         self._release((request,))
         self.refused.add(request)
 

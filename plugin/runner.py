@@ -108,18 +108,14 @@ class ColumnRunnerMixin:
 
     def column_stats(self) -> dict[str, Any]:
         """Of the store `committed_pages`, `peak_pages`, `resident_bytes` and its own statistics;
-        of the steps so far `steps`, `prepare_seconds` and, since the last call,
-        `longest_prepare_seconds`.
+        of the steps what `StepTimes.take` gives.
         """
-        driver = self.driver
-        assert driver is not None
-        longest, driver.longest_seconds = driver.longest_seconds, 0.0
+        assert self.driver is not None
+        store = self.driver.store
         return {
-            "committed_pages": driver.store.committed_pages,
-            "peak_pages": driver.peak_pages,
-            "resident_bytes": driver.store.resident_bytes(),
-            "steps": driver.steps,
-            "prepare_seconds": driver.seconds,
-            "longest_prepare_seconds": longest,
-            **driver.store.statistics(),
+            "committed_pages": store.committed_pages,
+            "peak_pages": self.driver.peak_pages,
+            "resident_bytes": store.resident_bytes(),
+            **self.driver.times.take(),
+            **store.statistics(),
         }

@@ -79,6 +79,14 @@ class ColumnStore(ABC):
         for col, (start, end) in wants.items():
             self.prepare_write(col, start, end)
 
+    def writable(self) -> Sequence[int]:
+        """For each column an end: new positions below it can be written as things are.
+
+        Whoever writes them may make the call of ``prepare_write`` late, to say how far the column
+        is used. What lies beyond needs the call first, by default everything.
+        """
+        return [0] * self.geometry.cols
+
     def prepare_ahead(self, ends: Mapping[int, int]) -> None:  # noqa: B027 - a hint may be ignored
         """A hint: each column will soon be written up to its position ``end`` (exclusive).
 

@@ -1,7 +1,7 @@
 """Columns in the memory of the host: reserved addresses, backed page by page."""
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -66,6 +66,9 @@ class HostStore(ColumnStore):
             self._back(col, start, end)
         if end > self._end[col]:
             self._end[col] = end
+
+    def writable(self) -> Sequence[int]:
+        return [0 if low else ready for low, ready in zip(self._low, self._ready, strict=True)]
 
     def _is_ready(self, col: int, start: int, end: int) -> bool:
         """Whether the positions can be written as things are; true for most decode steps."""

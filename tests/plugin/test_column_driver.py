@@ -15,7 +15,7 @@ from vllm_kv_columns.kv_manager import (
     StoreError,
     StoreFullError,
 )
-from vllm_kv_columns.plugin.column_driver import REPORT_STEPS, ColumnDriver
+from vllm_kv_columns.plugin.column_driver import REPORT_STEPS, ColumnDriver, StepTimes
 from vllm_kv_columns.plugin.report import MemoryReport, attach_report, report_of
 
 PAGE = 4096
@@ -54,6 +54,7 @@ def plan(
             num_computed_tokens=list(running.values()),
         ),
         num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
     )
 
 
@@ -160,6 +161,35 @@ def test_a_streamed_prompt_goes_on_in_its_column(store: HostStore) -> None:
 def test_misuse_is_not_a_shortage(store: HostStore) -> None:
     with pytest.raises(StoreError, match="positions are"):
         ColumnDriver(store).prepare(plan({"a": 65}, new={"a": 1}))
+
+
+def test_rows_that_are_there_need_no_work_before_the_launch(store: HostStore) -> None:
+    driver = ColumnDriver(store)
+    driver.prepare(plan({"a": 3}, new={"a": 1}))
+    for length in range(3, ROWS_PER_PAGE):
+        step = plan({"a": 1}, running={"a": length})
+        assert driver._missing(step) == {}
+        driver.prepare(step)
+        driver.grow_ahead()
+    assert driver._missing(plan({"a": 1}, running={"a": ROWS_PER_PAGE})) == {1: (8, 9)}
+
+
+def test_steps_of_decodes_are_timed_on_their_own() -> None:
+    times = StepTimes()
+    times.add(0.0, 0.5, decodes=False)
+    times.add(1.0, 1.25, decodes=True)
+    times.add(2.0, 2.125, decodes=True)
+    times.add(4.0, 4.125, decodes=True)
+    times.add(7.0, 9.0, decodes=False)
+    assert times.take() == {
+        "steps": 5,
+        "prepare_seconds": 3.0,
+        "longest_prepare_seconds": 2.0,
+        "decode_steps": 2,
+        "decode_seconds": 3.0,
+        "decode_prepare_seconds": 0.375,
+    }
+    assert times.take()["longest_prepare_seconds"] == 0
 
 
 def test_a_report_travels_on_an_output() -> None:

@@ -140,6 +140,9 @@ class CudaVmmStore(ColumnStore):
                     self._grow(col, end)
                     self._reach.end[col] = max(self._reach.end[col], end)
 
+    def writable(self) -> Sequence[int]:
+        return self._reach.ready
+
     def prepare_ahead(self, ends: Mapping[int, int]) -> None:
         """Let the keeper back ``pages_for(end)`` pages of each column.
 
