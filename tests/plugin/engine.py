@@ -2,8 +2,9 @@
 
 Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "runs":
 [{"prompts": [token ids], "params": sampling parameters, "abort_after": tokens or absent,
-"one_by_one": true or absent}]}. One process holds scheduler and
-worker, so that a fault can be planted in both and the store be read at every step.
+"one_by_one": true or absent}]}. One process holds scheduler and worker, so that a fault can be
+planted in both and the store be read at every step; with tensor parallelism the workers are
+processes of their own.
 """
 
 import itertools
@@ -225,7 +226,8 @@ def main(path: Path) -> None:
     }
     result = {
         "runs": runs,
-        "impl": type(next(iter(layers.values())).impl).__name__,
+        # With several workers the layers are in their processes.
+        "impl": type(next(iter(layers.values())).impl).__name__ if layers else None,
         "preemptions": metrics["vllm:num_preemptions"],
         "kv_cache_usage": metrics["vllm:kv_cache_usage_perc"],
         "stats": llm.collective_rpc("kv_columns_stats")[0] if columns else None,

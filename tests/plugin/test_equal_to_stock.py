@@ -1,6 +1,7 @@
 """What vLLM answers from columns is what stock vLLM answers, token for token in float32."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,31 @@ class TestSlidingWindows:
             max(step["resident_bytes"] for step in result["log"])
             <= changes["kv_cache_memory_bytes"]
         )
+
+
+def test_two_workers_share_the_heads_and_agree_on_every_step(
+    run_engine: RunEngine, gemma3_like: Path
+) -> None:
+    """Tensor parallelism, with so small a budget that both must preempt the same requests."""
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    changes = {
+        "tensor_parallel_size": 2,
+        "kv_cache_memory_bytes": SMALL_BUDGET["gemma3_like"] // 2,
+        "additional_config": {"kv_columns": {"page_size": 4096}},
+    }
+    result = run_engine(
+        llm(gemma3_like, **COLUMNS, **changes),
+        [TINY_GREEDY],
+        env={
+            "VLLM_CPU_OMP_THREADS_BIND": f"{first}|{second}",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )
+    stock = run_engine(llm(gemma3_like), [TINY_GREEDY], plugin=False)
+    assert tokens(result) == tokens(stock)
+    assert result["preemptions"] > 0
+    assert result["stats"]["peak_pages"] > 0
 
 
 @pytest.mark.parametrize(
