@@ -8,7 +8,7 @@ import torch
 
 from ..kv_manager.tables import StepTables
 
-__all__ = ["AttentionKernel", "StepBounds"]
+__all__ = ["AttentionKernel", "StepBounds", "check_layer"]
 
 
 @dataclass(frozen=True)
@@ -87,3 +87,11 @@ class AttentionKernel(ABC):
         rows that no segment covers become zero. Raises ValueError for segments that lie outside
         the query or the cache.
         """
+
+
+def check_layer(rows: int, window: int | None) -> None:
+    """What every kernel asks of ``prepare``. Raises ValueError for less than one of either."""
+    if rows < 1:
+        raise ValueError(f"rows is {rows}; a cache has at least one row")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1, or None for no window")

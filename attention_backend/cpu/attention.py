@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from ...kv_manager.tables import StepTables
-from ..kernel import AttentionKernel
+from ..kernel import AttentionKernel, check_layer
 from .batch import BatchRun
 from .masks import TileMasks
 from .schedule import CostModel, Segment, make_schedule, parse_segments
@@ -102,10 +102,7 @@ class CpuKernel(AttentionKernel):
         self, tables: StepTables, *, rows: int, window: int | None, causal: bool
     ) -> CpuStep:
         """Read the segments and the slots of the tables. Raises ValueError for bad tables."""
-        if rows < 1:
-            raise ValueError(f"rows is {rows}; a cache has at least one row")
-        if window is not None and window < 1:
-            raise ValueError(f"window is {window}; it must be at least 1, or None for no window")
+        check_layer(rows, window)
         return CpuStep(
             parse_segments(tables.seq_info.tolist(), window=window, causal=causal),
             tables.positions.long() % rows,

@@ -5,9 +5,9 @@ from typing import ClassVar
 import torch
 
 from ...kv_manager.tables import StepTables
-from ..kernel import AttentionKernel, StepBounds
+from ..kernel import AttentionKernel, StepBounds, check_layer
 from .buffers import Buffers
-from .checks import check_attend, check_layer, check_write
+from .checks import check_attend, check_write
 from .config import Cut, choose_tiles
 from .device import current, processors
 from .layer import LayerLaunch, launch_schedule, launch_write

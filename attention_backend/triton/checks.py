@@ -4,16 +4,9 @@ import torch
 
 from ...kv_manager.tables import StepTables
 
-__all__ = ["check_attend", "check_layer", "check_write"]
+__all__ = ["check_attend", "check_write"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def check_layer(rows: int, window: int | None) -> None:
-    if rows < 1:
-        raise ValueError(f"rows is {rows}; a cache has at least one row")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1, or None for no window")
 
 
 def check_write(

@@ -15,8 +15,9 @@ from vllm_kv_columns.kv_manager import (
     StoreError,
     StoreFullError,
 )
-from vllm_kv_columns.plugin.column_driver import REPORT_STEPS, ColumnDriver, StepTimes
+from vllm_kv_columns.plugin.column_driver import REPORT_STEPS, ColumnDriver
 from vllm_kv_columns.plugin.report import MemoryReport, attach_report, report_of
+from vllm_kv_columns.plugin.step_times import StepTimes
 
 PAGE = 4096
 ROWS_PER_PAGE = 8
