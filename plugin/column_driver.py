@@ -47,6 +47,9 @@ class ColumnDriver:
         self._agree = agree
         self._column: dict[str, int] = {}
         self._wants: dict[int, tuple[int, int]] = {}  # of the last step
+        self._running: list[str] | None = None  # requests of the last step; None: others too
+        self._slack = 0  # tokens that each column of the last step can take as things are
+        self._later: SchedulerOutput | None = None  # a step whose wants are not made out yet
         self._obtainable = 0  # pages, when a request was last refused
         self._short_steps: int | None = None  # since the last report; None: memory is not short
 
@@ -63,16 +66,39 @@ class ColumnDriver:
         begin = time.perf_counter()
         self._release(plan.finished_req_ids)
         self._release(plan.preempted_req_ids or ())
-        failed = self._back(plan.num_scheduled_tokens, self._missing(plan))
+        decodes = plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens) > 0
+        goes_on = decodes and self._goes_on(plan)
+        self._later, self._slack = plan if goes_on else None, 0
+        missing = {} if goes_on else self._missing(plan)
+        failed = self._back(plan.num_scheduled_tokens, missing)
         self.peak_pages = max(self.peak_pages, self.store.committed_pages)
         self.report = self._make_report(failed)
-        decodes = plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens) > 0
+        others = plan.scheduled_new_reqs or self.refused
+        self._running = None if others else plan.scheduled_cached_reqs.req_ids
         self.times.add(begin, time.perf_counter(), decodes)
 
     def grow_ahead(self) -> None:
         """Beside the running step: tell the store what it writes, let it back what is next."""
+        if self._later is not None:
+            later, self._later = self._later, None
+            self._missing(later)
         self.store.prepare_writes(self._wants)
         self.store.prepare_ahead({column: end for column, (_, end) in self._wants.items()})
+        ready = self.store.writable()
+        self._slack = min((ready[col] - end for col, (_, end) in self._wants.items()), default=0)
+
+    def _goes_on(self, plan: "SchedulerOutput") -> bool:
+        """Whether a step of decodes is for the requests of the last one, and all have their row.
+
+        Then the launch need not wait until each request was looked at.
+        """
+        cached = plan.scheduled_cached_reqs
+        return (
+            self._slack > 0
+            and not plan.scheduled_new_reqs
+            and cached.req_ids == self._running
+            and not any(cached.new_block_ids)
+        )
 
     def _missing(self, plan: "SchedulerOutput") -> dict[int, tuple[int, int]]:
         """Bind columns; column -> positions [start, end) for those that need the store's work.

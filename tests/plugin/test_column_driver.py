@@ -1,6 +1,6 @@
 """The worker's side of a step: columns bound, grown, given back, refused for want of memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,6 +173,72 @@ def test_rows_that_are_there_need_no_work_before_the_launch(store: HostStore) ->
         driver.prepare(step)
         driver.grow_ahead()
     assert driver._missing(plan({"a": 1}, running={"a": ROWS_PER_PAGE})) == {1: (8, 9)}
+
+
+class ReadyHostStore(HostStore):
+    """Says which rows are backed, and what it was asked to make ready in each call."""
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        super().__init__(geometry)
+        self.asked: list[dict[int, tuple[int, int]]] = []
+        self.ends = [0] * geometry.cols
+
+    def writable(self) -> list[int]:
+        return [-(-end // ROWS_PER_PAGE) * ROWS_PER_PAGE for end in self.ends]
+
+    def prepare_writes(self, wants: Mapping[int, tuple[int, int]]) -> None:
+        self.asked.append(dict(wants))
+        super().prepare_writes(wants)
+        for column, (_, end) in wants.items():
+            self.ends[column] = max(self.ends[column], end)
+
+
+def test_steady_decodes_look_at_the_requests_beside_the_step(store: HostStore) -> None:
+    with ReadyHostStore(store.geometry) as ready:
+        driver = ColumnDriver(ready)
+        driver.prepare(plan({"a": 3, "b": 5}, new={"a": 1, "b": 2}))
+        driver.grow_ahead()
+        for step in range(4):
+            driver.prepare(plan({"a": 1, "b": 1}, running={"a": 3 + step, "b": 5 + step}))
+            before = len(ready.asked)
+            assert (driver._later is not None) == (step in (1, 2))
+            driver.grow_ahead()
+            whole = {1: (3 + step, 4 + step), 2: (5 + step, 6 + step)}
+            assert ready.asked[before:] == [whole]
+            # Position 8 of b is the first on its next page: the one row that a launch waits for.
+            assert ready.asked[before - 1] == ({2: (8, 9)} if step == 3 else {})
+
+
+@pytest.mark.parametrize(
+    "change", ["another request", "a new one", "more tokens", "a column", "no work beside the step"]
+)
+def test_a_step_that_is_more_than_the_next_token_is_looked_at(
+    store: HostStore, change: str
+) -> None:
+    with ReadyHostStore(store.geometry) as ready:
+        driver = ColumnDriver(ready)
+        driver.prepare(plan({"a": 3, "b": 3}, new={"a": 1, "b": 2}))
+        driver.grow_ahead()
+        driver.prepare(plan({"a": 1, "b": 1}, running={"a": 3, "b": 3}))
+        if change != "no work beside the step":
+            driver.grow_ahead()
+        step = plan({"a": 1, "b": 1}, running={"a": 4, "b": 4})
+        if change == "another request":
+            step = plan({"a": 1}, running={"a": 4})
+        elif change == "a new one":
+            step = plan({"a": 1, "b": 1, "c": 1}, running={"a": 4, "b": 4}, new={"c": 3})
+        elif change == "more tokens":
+            step = plan({"a": 6, "b": 1}, running={"a": 4, "b": 4})
+        elif change == "a column":
+            step.scheduled_cached_reqs.new_block_ids[0] = ([4],)
+        driver.prepare(step)
+        assert driver._later is None
+        driver.grow_ahead()
+        assert set(driver._wants) == {
+            "another request": {1},
+            "a new one": {1, 2, 3},
+            "a column": {4, 2},
+        }.get(change, {1, 2})
 
 
 def test_steps_of_decodes_are_timed_on_their_own() -> None:
