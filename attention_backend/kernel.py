@@ -47,12 +47,22 @@ class AttentionKernel(ABC):
         """
 
     @abstractmethod
-    def prepare(self, tables: StepTables, *, rows: int, window: int | None, causal: bool) -> Any:
+    def prepare(
+        self,
+        tables: StepTables,
+        *,
+        rows: int,
+        window: int | None,
+        causal: bool,
+        max_q_len: int | None = None,
+    ) -> Any:
         """Work on the step's tables that layers of the same rows and window share.
 
         rows: rows of the layers' caches, the modulus of slots. window: number of positions that
         a query sees, its own included; None for all. causal: False lets every query of a segment
-        see all of the segment. Mutates nothing. Raises ValueError for tables that make no sense.
+        see all of the segment. max_q_len: what the caller knows of the longest segment's number
+        of queries, which no replay of a captured graph may exceed; None if it does not know.
+        Mutates nothing. Raises ValueError for tables that make no sense.
         """
 
     @abstractmethod

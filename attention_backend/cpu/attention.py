@@ -99,7 +99,13 @@ class CpuKernel(AttentionKernel):
         self._cost = cost or CostModel()
 
     def prepare(
-        self, tables: StepTables, *, rows: int, window: int | None, causal: bool
+        self,
+        tables: StepTables,
+        *,
+        rows: int,
+        window: int | None,
+        causal: bool,
+        max_q_len: int | None = None,
     ) -> CpuStep:
         """Read the segments and the slots of the tables. Raises ValueError for bad tables."""
         check_layer(rows, window)

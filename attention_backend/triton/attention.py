@@ -20,8 +20,16 @@ _Shape = tuple[Cut, int, torch.device]  # what buffers are made for; int: the he
 class TritonStep:
     """A step prepared for the layers of one (rows, window), see ``TritonKernel.prepare``."""
 
-    def __init__(self, tables: StepTables, rows: int, window: int | None, causal: bool) -> None:
+    def __init__(
+        self,
+        tables: StepTables,
+        rows: int,
+        window: int | None,
+        causal: bool,
+        max_q_len: int | None,
+    ) -> None:
         self.tables, self.rows, self.window, self.causal = tables, rows, window, causal
+        self.max_q_len = max_q_len
         self.buffers: dict[_Shape, Buffers] = {}  # its own, where the kernel keeps none
 
 
@@ -67,7 +75,13 @@ class TritonKernel(AttentionKernel):
             self._kept(self._reserved, bounds.max_tokens, bounds.max_segments)
 
     def prepare(
-        self, tables: StepTables, *, rows: int, window: int | None, causal: bool
+        self,
+        tables: StepTables,
+        *,
+        rows: int,
+        window: int | None,
+        causal: bool,
+        max_q_len: int | None = None,
     ) -> TritonStep:
         """See AttentionKernel. One launch after ``reserve``, else none: attend makes schedules.
 
@@ -75,10 +89,11 @@ class TritonKernel(AttentionKernel):
         reads them anew in each replay, and ``prepare`` must be called before it.
         """
         check_layer(rows, window)
-        step = TritonStep(tables, rows, window, causal)
+        step = TritonStep(tables, rows, window, causal, max_q_len)
         segments = tables.seq_info.shape[0]
         if self._reserved is not None and segments:
-            self._schedule(self._kept(self._reserved, tables.num_tokens, segments), step)
+            kept = self._kept(self._reserved, tables.num_tokens, segments)
+            self._schedule(kept, step, tables.num_tokens)
         return step
 
     def write(
@@ -126,7 +141,7 @@ class TritonKernel(AttentionKernel):
         layer = self._layer(query, key_cache.shape[2], step, scale)
         buffers = self._buffers_for(layer, step, query.shape[0], query.device)
         if buffers.owner is not step:
-            self._schedule(buffers, step)
+            self._schedule(buffers, step, query.shape[0])
         with current(query.device):
             layer.run(
                 query,
@@ -138,6 +153,7 @@ class TritonKernel(AttentionKernel):
                 rows=step.rows,
                 window=step.window,
                 scale=scale,
+                max_q_len=step.max_q_len,
             )
 
     def _layer(
@@ -185,10 +201,11 @@ class TritonKernel(AttentionKernel):
             buffers = self._buffers[shape] = Buffers(cut, dims, tokens, segments, device)
         return buffers
 
-    def _schedule(self, buffers: Buffers, step: TritonStep) -> None:
+    def _schedule(self, buffers: Buffers, step: TritonStep, tokens: int) -> None:
         seq_info = step.tables.seq_info
         with current(seq_info.device):
-            launch_schedule(buffers, seq_info, seq_info.shape[0], step.window)
+            drafts = buffers.cut.has_drafts(tokens, step.max_q_len)
+            launch_schedule(buffers, seq_info, seq_info.shape[0], step.window, drafts)
         buffers.owner = step
 
 

@@ -6,15 +6,17 @@ import torch
 
 from .config import Cut
 
-__all__ = ["Buffers"]
+__all__ = ["GAP_ROWS", "Buffers"]
 
 PIECE_NUMBERS = 8
+GAP_ROWS = 32
 
 
 class Buffers:
     """For steps of one shape up to ``tokens`` query rows and ``segments`` rows of seq_info.
 
-    pieces: int32 [programs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens];
+    pieces: int32 [programs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens]; gaps: int32
+    [tokens / GAP_ROWS]; arrivals: int32 [programs], zero whenever no kernel runs;
     part_acc: float32 [2 * programs, short_rows, dims]; part_sums: float32 [2 * programs, 2,
     short_rows]. ``owner`` is the step whose schedule they hold, None for none.
     """
@@ -24,9 +26,10 @@ class Buffers:
     ) -> None:
         self.cut, self.dims, self.tokens, self.segments = cut, dims, tokens, segments
         self.max_tiles = cut.max_long_tiles(tokens, segments)
-        sizes = (cut.programs * PIECE_NUMBERS, 2 * self.max_tiles, tokens)
-        numbers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-        self.pieces, self.tiles, self.live = numbers.split(sizes)
+        gaps = -(-tokens // GAP_ROWS)
+        sizes = (cut.programs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, cut.programs)
+        numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.pieces, self.tiles, self.live, self.gaps, self.arrivals = numbers.split(sizes)
         parts = 2 * cut.programs * cut.short_rows
         sums = torch.empty(parts * (dims + 2), dtype=torch.float32, device=device)
         self.part_acc, self.part_sums = sums.split((parts * dims, parts * 2))

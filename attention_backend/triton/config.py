@@ -15,27 +15,50 @@ class Cut:
     """What the schedule of a step depends on besides the lengths; the same for all dtypes.
 
     heads, group: KV heads, query heads of each. short_rows: a segment of at most so many rows
-    (queries times group) is short. short_keys: keys of a tile of short segments, long_rows: rows
-    of a query tile of long ones. programs: that share the short segments, at least min_tiles
-    tiles each.
+    (queries times group) is short; with at most small_rows it is a decode or nearly one.
+    short_keys: keys of a tile of short segments, long_rows: rows of a query tile of long ones.
+    programs: that share the short segments, at least min_tiles tiles each; draft_programs: the
+    same in a step where short segments may have more than small_rows.
     """
 
     heads: int
     group: int
+    small_rows: int
     short_rows: int
     short_keys: int
     long_rows: int
     programs: int
+    draft_programs: int
     min_tiles: int
 
-    def max_long_tiles(self, tokens: int, segments: int) -> int:
+    def has_drafts(self, tokens: int, max_q_len: int | None) -> bool:
+        """Whether a step of so many query rows may have segments of more than small_rows."""
+        longest = tokens if max_q_len is None else min(max_q_len, tokens)
+        return longest * self.group > self.small_rows
+
+    def max_long_tiles(self, tokens: int, segments: int, max_q_len: int | None = None) -> int:
         """Query tiles that long segments can have in a step of so many query rows; 0 if none fit.
 
-        Each ends in at most one tile that is not full.
+        Each ends in at most one tile that is not full. max_q_len: most queries of a segment.
         """
+        if max_q_len is not None and max_q_len * self.group <= self.short_rows:
+            return 0
         shortest_long = self.short_rows // self.group + 1
         most = min(segments, tokens // shortest_long)
         return tokens * self.group // self.long_rows + most if most else 0
+
+
+@dataclass(frozen=True)
+class ShortTiles:
+    """Launch parameters for short segments: rows of a tile; registers: most of a thread.
+
+    As many programs as the cut has must fit on the device at once.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    registers: int | None
 
 
 @dataclass(frozen=True)
@@ -43,8 +66,8 @@ class Tiles:
     """Launch parameters of the two attention kernels.
 
     dims: the head size in registers. long_rows, a divisor of the cut's, and long_keys: the tile
-    of one program for long segments. short_registers: most of a thread, so that the cut's
-    programs run all at once.
+    of one program for long segments. decode: for short ones, draft: for short ones in a step that
+    may have drafts.
     """
 
     cut: Cut
@@ -53,9 +76,8 @@ class Tiles:
     long_keys: int
     long_warps: int
     long_stages: int
-    short_warps: int
-    short_stages: int
-    short_registers: int | None
+    decode: ShortTiles
+    draft: ShortTiles
 
 
 def choose_tiles(
@@ -76,17 +98,21 @@ def choose_tiles(
     """
     dims = max(16, power_of_two(head_size))
     wide = dims > 128
+    small_rows = max(16, power_of_two(group))
     cut = Cut(
         heads=heads,
         group=group,
-        short_rows=max(16, power_of_two(group)),
+        small_rows=small_rows,
+        short_rows=max(64, small_rows),
         short_keys=min(128, max(32, 8192 // dims)),
         long_rows=128,
         programs=(2 if wide else 3) * processors,
+        draft_programs=(1 if wide else 2) * processors,
         min_tiles=4 if dims >= 128 else 2,
     )
     if element_size == 4:
-        return Tiles(cut, dims, 16, cut.short_keys, 4, 2, 4, 2, None)
+        short = ShortTiles(16, 4, 2, None)
+        return Tiles(cut, dims, 16, cut.short_keys, 4, 2, short, short)
     long_keys = 64 if wide or windowed else 128
     return Tiles(
         cut=cut,
@@ -95,7 +121,6 @@ def choose_tiles(
         long_keys=long_keys,
         long_warps=8,
         long_stages=3 if windowed and not wide else 2,
-        short_warps=4,
-        short_stages=3,
-        short_registers=None if wide else 168,
+        decode=ShortTiles(small_rows, 4, 3, None if wide else 168),
+        draft=ShortTiles(max(64, small_rows), 4, 3, None),
     )

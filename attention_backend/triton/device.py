@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["OPTIONS", "current", "processors"]
+__all__ = ["OPTIONS", "current", "overlap", "processors"]
 
 OPTIONS = {"enable_fp_fusion": True}  # of every launch; what Triton assumes differs by version
 
@@ -26,3 +26,13 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch arguments by which a kernel may start before the one in front has ended.
+
+    That needs compute capability 9.0; see ``kernels/order.py``.
+    """
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": able, "launch_pdl": able} if able else {"OVERLAP": False}

@@ -5,26 +5,30 @@ from typing import Any
 
 import torch
 
-from .buffers import Buffers
+from .buffers import GAP_ROWS, Buffers
 from .config import Tiles, choose_tiles, power_of_two
-from .device import OPTIONS, processors
-from .kernels import decode, finish, prefill, schedule, write
+from .device import OPTIONS, overlap, processors
+from .kernels import decode, prefill, schedule, write
 
 __all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
 
 NO_WINDOW = 1 << 30  # beyond every position
-SCHEDULE_ENTRIES, SCHEDULE_SEGMENTS = 32, 128
-MERGE_LANES, MERGE_PARTS, ZERO_ROWS = 4, 16, 16
+SCHEDULE_SEGMENTS = 128
+MERGED_NUMBERS, ZERO_ROWS = 2048, 16
 
 
 def launch_schedule(
-    buffers: Buffers, seq_info: torch.Tensor, segments: int, window: int | None
+    buffers: Buffers,
+    seq_info: torch.Tensor,
+    segments: int,
+    window: int | None,
+    drafts: bool,
 ) -> None:
     """Fill ``buffers`` to their capacity from the segments on the device."""
     cut = buffers.cut
+    short_programs = cut.draft_programs if drafts else cut.programs
     programs = sum(
-        -(-entries // SCHEDULE_ENTRIES)
-        for entries in (cut.programs, buffers.max_tiles, buffers.tokens)
+        -(-entries // GAP_ROWS) for entries in (cut.programs, buffers.max_tiles, buffers.tokens)
     )
     schedule.make_schedule[(programs,)](
         seq_info,
@@ -32,9 +36,11 @@ def launch_schedule(
         buffers.pieces,
         buffers.tiles,
         buffers.live,
+        buffers.gaps,
         segments,
         buffers.tokens,
         buffers.max_tiles,
+        short_programs,
         NO_WINDOW if window is None else min(window, NO_WINDOW),
         H=cut.heads,
         G=cut.group,
@@ -43,10 +49,11 @@ def launch_schedule(
         BM_SHORT=cut.short_rows,
         BN_SHORT=cut.short_keys,
         BM_LONG=cut.long_rows,
-        BE=SCHEDULE_ENTRIES,
+        BE=GAP_ROWS,
         BS=SCHEDULE_SEGMENTS,
         num_warps=8,
         **OPTIONS,
+        **overlap(seq_info.device),
     )
 
 
@@ -81,6 +88,7 @@ def launch_write(
         BD=dims,
         num_warps=4,
         **OPTIONS,
+        **overlap(key.device),
     )
 
 
@@ -105,6 +113,7 @@ class LayerLaunch:
         )
         tiles, cut = self.tiles, self.tiles.cut
         shape = {"H": heads, "G": group, "D": head_size, "BD": tiles.dims, **OPTIONS}
+        shape |= overlap(device)
         mask = {"CAUSAL": causal, "WINDOWED": windowed, "NEGATE": negate}
         self._long: dict[str, Any] = {
             **shape,
@@ -119,25 +128,13 @@ class LayerLaunch:
         self._short: dict[str, Any] = {
             **shape,
             **mask,
-            "BM": cut.short_rows,
             "BN": cut.short_keys,
+            "ROWS": cut.short_rows,
             "SMALL": rows < cut.short_keys,
-            "num_warps": tiles.short_warps,
-            "num_stages": tiles.short_stages,
-            "maxnreg": tiles.short_registers,
-        }
-        self._finish: dict[str, Any] = {
-            "P": cut.programs,
-            "HQ": heads * group,
-            "G": group,
-            "D": head_size,
-            "BD": tiles.dims,
-            "BM": cut.short_rows,
-            "LANES": MERGE_LANES,
-            "BP": MERGE_PARTS,
+            "RB": power_of_two(group),
+            "BP": max(2, MERGED_NUMBERS // (power_of_two(group) * tiles.dims)),
+            "BG": GAP_ROWS,
             "BT": ZERO_ROWS,
-            "num_warps": 4,
-            **OPTIONS,
         }
 
     def run(
@@ -152,15 +149,18 @@ class LayerLaunch:
         rows: int,
         window: int | None,
         scale: float,
+        max_q_len: int | None,
     ) -> None:
-        """Two or three launches; which and how large depends on the number of query rows alone."""
+        """One or two launches; which and how large depends on sizes that the host knows."""
         cut, tokens, segments = self.tiles.cut, query.shape[0], buffers.segments
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         # Scores are kept as powers of two. All weights are equal for a scale of 0.
         scale = max(abs(scale) * math.log2(math.e), 1e-30)
         info, result = seq_info.stride(), out.stride()
         strides = (*info, *query.stride(), *key_cache.stride(), *value_cache.stride(), *result)
-        max_tiles = min(cut.max_long_tiles(tokens, segments), buffers.max_tiles)
+        max_tiles = min(cut.max_long_tiles(tokens, segments, max_q_len), buffers.max_tiles)
+        drafts = cut.has_drafts(tokens, max_q_len)
+        short = self.tiles.draft if drafts else self.tiles.decode
         if max_tiles:
             programs = max_tiles * cut.heads * (cut.long_rows // self.tiles.long_rows)
             prefill.attend_long[(programs,)](
@@ -177,13 +177,16 @@ class LayerLaunch:
                 *strides,
                 **self._long,
             )
-        decode.attend_short[(cut.programs,)](
+        decode.attend_short[(cut.draft_programs if drafts else cut.programs,)](
             query,
             key_cache,
             value_cache,
             out,
             seq_info,
             buffers.pieces,
+            buffers.live,
+            buffers.gaps,
+            buffers.arrivals,
             buffers.part_acc,
             buffers.part_sums,
             segments,
@@ -192,17 +195,11 @@ class LayerLaunch:
             window,
             scale,
             *strides,
+            BM=short.rows,
+            LARGE=drafts and cut.short_rows > short.rows,
+            FIRST=not max_tiles,
+            num_warps=short.warps,
+            num_stages=short.stages,
+            maxnreg=short.registers,
             **self._short,
-        )
-        finish.finish[(cut.programs * MERGE_LANES - (-tokens // ZERO_ROWS),)](
-            out,
-            seq_info,
-            buffers.pieces,
-            buffers.live,
-            buffers.part_acc,
-            buffers.part_sums,
-            tokens,
-            *info,
-            *result,
-            **self._finish,
         )

@@ -89,5 +89,11 @@ class ColumnMetadataBuilder(AttentionMetadataBuilder[ColumnMetadata]):
         causal = common_attn_metadata.causal
         assert isinstance(causal, bool)
         tables = self._tables.make(common_attn_metadata)
-        step = self.kernel.prepare(tables, rows=self.rows, window=self.window, causal=causal)
+        step = self.kernel.prepare(
+            tables,
+            rows=self.rows,
+            window=self.window,
+            causal=causal,
+            max_q_len=common_attn_metadata.max_query_len,
+        )
         return ColumnMetadata(self.kernel, step, common_attn_metadata.num_actual_tokens)

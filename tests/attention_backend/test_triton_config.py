@@ -9,7 +9,7 @@ import torch
 
 from vllm_kv_columns.attention_backend.triton import layer
 from vllm_kv_columns.attention_backend.triton.config import Cut, choose_tiles, power_of_two
-from vllm_kv_columns.attention_backend.triton.kernels import decode, finish, prefill, schedule
+from vllm_kv_columns.attention_backend.triton.kernels import decode, prefill, schedule
 
 from .cases import HEAD_SIZES
 from .interpreter import INTERPRETED
@@ -36,8 +36,10 @@ def test_tiles_fit_and_one_schedule_serves_all_dtypes(
         assert tiles.cut.long_rows % tiles.long_rows == 0
     keys = half.long_keys * half.long_stages * 2
     assert (half.long_rows + keys) * half.dims * 2 <= HOPPER["shared"]
-    keys = half.cut.short_keys * (half.short_stages - 1) * 2
+    keys = half.cut.short_keys * (half.decode.stages - 1) * 2
     assert half.cut.programs // 132 * keys * half.dims * 2 <= HOPPER["shared"]
+    assert half.decode.rows == half.cut.small_rows <= half.draft.rows == half.cut.short_rows
+    assert single.cut.short_rows % single.draft.rows == 0
 
 
 def test_the_bound_of_long_tiles_holds_for_any_lengths() -> None:
@@ -54,18 +56,19 @@ def test_the_bound_of_long_tiles_holds_for_any_lengths() -> None:
 
 def test_no_long_segment_fits_a_small_step() -> None:
     cut = choose_tiles(8, 4, 128, 2, 132).cut
-    assert [cut.max_long_tiles(tokens, 64) for tokens in (1, 4, 5, 10, 64)] == [0, 0, 1, 2, 14]
+    assert [cut.max_long_tiles(tokens, 64) for tokens in (1, 16, 17, 34, 64)] == [0, 0, 1, 3, 5]
     assert cut.max_long_tiles(8192, 0) == 0
+    assert [cut.max_long_tiles(64, 64, longest) for longest in (1, 16, 17)] == [0, 0, 5]
 
 
 POINTERS = {
     **dict.fromkeys(("query", "key_cache", "value_cache", "out"), ""),
-    **dict.fromkeys(("seq_info", "pieces", "tiles", "live"), "*i32"),
+    **dict.fromkeys(("seq_info", "pieces", "tiles", "live", "gaps", "arrivals"), "*i32"),
     **dict.fromkeys(("part_acc", "part_sums"), "*fp32"),
 }
 ONES = {"info_c", "q_d", "k_d", "v_d", "o_d"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
-PLAIN = {"S", "T", "rows", "window", "max_tiles", "info_s", "scale"}
+PLAIN = {"S", "T", "rows", "window", "max_tiles", "short_programs", "info_s", "scale"}
 
 
 def compile_for_hopper(kernel: Any, arguments: dict[str, Any], dtype: str) -> Any:
@@ -124,20 +127,34 @@ def test_attention_compiles_for_hopper(
     made = parameters(head_size, dtype, window, monkeypatch)
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     single = dtype == torch.float32
-    short = compile_for_hopper(decode.attend_short, made._short, name)
-    assert short.metadata.shared * (1 if single else made.tiles.cut.programs // 132) < 227 << 10
-    assert "cp.async" in short.asm["ptx"]
-    long = compile_for_hopper(prefill.attend_long, made._long, name)
+    cut = made.tiles.cut
+    for tiles, programs in (
+        (made.tiles.decode, cut.programs),
+        (made.tiles.draft, cut.draft_programs),
+    ):
+        step = {
+            "BM": tiles.rows,
+            "LARGE": single,
+            "FIRST": tiles is made.tiles.decode,
+            "OVERLAP": True,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+            "maxnreg": tiles.registers,
+        }
+        short = compile_for_hopper(decode.attend_short, made._short | step, name)
+        at_once = 1 if single else programs // HOPPER["processors"]
+        assert at_once * (short.metadata.shared + 1024) <= 228 << 10
+        assert "cp.async" in short.asm["ptx"]
+    long = compile_for_hopper(prefill.attend_long, made._long | {"OVERLAP": True}, name)
     assert long.metadata.shared < 227 << 10
     assert single or re.search(r"wgmma\.mma_async", long.asm["ptx"])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted functions are not compiled")
-def test_schedule_and_finish_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     made = parameters(128, torch.bfloat16, False, monkeypatch)
     cut: Cut = made.tiles.cut
-    compile_for_hopper(finish.finish, made._finish, "bf16")
     numbers = {"H": 8, "G": 4, "P": cut.programs, "MIN_TILES": cut.min_tiles}
-    blocks = {"BM_SHORT": 16, "BN_SHORT": 64, "BM_LONG": 128, "BE": 32, "BS": 128}
+    blocks = {"BM_SHORT": 64, "BN_SHORT": 64, "BM_LONG": 128, "BE": 32, "BS": 128, "OVERLAP": True}
     options = {"num_warps": 8, "enable_fp_fusion": True}
     compile_for_hopper(schedule.make_schedule, numbers | blocks | options, "bf16")

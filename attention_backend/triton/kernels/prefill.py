@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .order import after_earlier_kernels, let_later_kernels_start
 from .segments import absorb, slots_of
 
 
@@ -103,11 +104,14 @@ def attend_long(
     WINDOWED: tl.constexpr,
     SMALL: tl.constexpr,
     NEGATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Rows of a tile are (query, head of the group), so that a tile reads one KV head once.
 
     SPLIT programs, of BM rows each, share a tile of the schedule.
     """
+    after_earlier_kernels(OVERLAP)
+    let_later_kernels_start(OVERLAP)
     pid = tl.program_id(0)
     head = pid % H
     part = pid // H % SPLIT

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .order import after_earlier_kernels, let_later_kernels_start
 from .segments import long_tiles, short_tiles
 
 
@@ -21,6 +22,7 @@ def _cut(
     info_c,
     pieces,
     S,
+    short_programs,
     window,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -31,7 +33,7 @@ def _cut(
     BE: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """Give each of P programs an equal run of the short segments' (segment, head, tile).
+    """Give each of short_programs an equal run of the short segments' (segment, head, tile).
 
     Less than 2 ** 31 tiles; products with a program's number may be more.
     """
@@ -41,7 +43,7 @@ def _cut(
         q_len, kv_end = _lengths(seq_info, info_s, info_c, seg, seg < S)
         n = short_tiles(q_len, kv_end, window, G, BM, BN) * H
         total += tl.sum(n, 0)
-    programs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, P)
+    programs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, short_programs)
     divisor = tl.maximum(programs, 1)
 
     p = pid * BE + tl.arange(0, BE)
@@ -72,7 +74,10 @@ def _cut(
     n = tl.maximum(short_tiles(q_len, kv_end, window, G, BM, BN), 1)
     rest = begin - base_begin
     head, tile = rest // n, rest % n
-    # A head cut by this program's end, and begun by it, is merged by it from so many pieces.
+    # The program of tile x is the last that begins at or before it.
+    head_begin = (begin - tile).to(tl.int64)
+    owner_begin = (((head_begin + 1) * programs - 1) // tl.maximum(total, 1)).to(tl.int32)
+    # A head cut by this program's end, and begun by it, comes in so many parts.
     q_len, kv_end = _lengths(seq_info, info_s, info_c, seg_last, works)
     n = tl.maximum(short_tiles(q_len, kv_end, window, G, BM, BN), 1)
     head_last = (last - base_last) // n
@@ -88,9 +93,8 @@ def _cut(
     tl.store(entry + 1, head, mask=known)
     tl.store(entry + 2, tile, mask=known)
     tl.store(entry + 3, tl.where(works, end - begin, 0), mask=known)
-    tl.store(entry + 4, seg_last, mask=known)
-    tl.store(entry + 5, head_last, mask=known)
-    tl.store(entry + 6, parts, mask=known)
+    tl.store(entry + 4, parts, mask=known)
+    tl.store(entry + 5, owner_begin, mask=known)
 
 
 @triton.jit
@@ -130,8 +134,8 @@ def _list_tiles(
 
 
 @triton.jit
-def _mark_live(pid, seq_info, info_s, info_c, live, S, T, BE: tl.constexpr, BS: tl.constexpr):
-    """Flag the query rows that a segment with keys covers."""
+def _mark_live(pid, seq_info, info_s, info_c, live, gaps, S, T, BE: tl.constexpr, BS: tl.constexpr):
+    """Flag the query rows that a segment with keys covers, count the others of a block."""
     t = pid * BE + tl.arange(0, BE)
     found = tl.zeros([BE], tl.int32)
     for at in range(0, S, BS):
@@ -142,9 +146,10 @@ def _mark_live(pid, seq_info, info_s, info_c, live, S, T, BE: tl.constexpr, BS: 
         inside = (t[:, None] >= start[None, :]) & (t[:, None] < stop[None, :])
         found = tl.maximum(found, tl.max(inside.to(tl.int32), 1))
     tl.store(live + t, found, mask=t < T)
+    tl.store(gaps + pid, tl.sum(tl.where(t < T, 1 - found, 0), 0))
 
 
-@triton.jit(do_not_specialize=["S", "T", "max_tiles", "window"])
+@triton.jit(do_not_specialize=["S", "T", "max_tiles", "short_programs", "window"])
 def make_schedule(
     seq_info,
     info_s,
@@ -152,9 +157,11 @@ def make_schedule(
     pieces,
     tiles,
     live,
+    gaps,
     S,
     T,
     max_tiles,
+    short_programs,
     window,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -165,18 +172,22 @@ def make_schedule(
     BM_LONG: tl.constexpr,
     BE: tl.constexpr,
     BS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Fill pieces [P, 8], tiles [max_tiles, 2] and live [T], BE entries a program.
+    """Fill pieces [P, 8], tiles [max_tiles, 2], live [T] and gaps [T / BE], BE entries a program.
 
-    pieces: segment, head, tile and number of tiles to begin with; segment, head and number of
-    parts to merge. tiles: segment (-1 for none) and query tile. window: 1 << 30 for none.
+    pieces: segment, head and tile that a program begins with, its number of tiles; the number of
+    parts of the head that it ends within and began, 0 for none; the program that began the head
+    that it begins within. tiles: segment (-1 for none) and query tile. window: 1 << 30 for none.
     """
+    after_earlier_kernels(OVERLAP)
+    let_later_kernels_start(OVERLAP)
     pid = tl.program_id(0)
     cut_programs: tl.constexpr = (P + BE - 1) // BE
     tile_programs = (max_tiles + BE - 1) // BE
     if pid < cut_programs:
         _cut(
-            pid, seq_info, info_s, info_c, pieces, S, window,
+            pid, seq_info, info_s, info_c, pieces, S, short_programs, window,
             H, G, P, MIN_TILES, BM_SHORT, BN_SHORT, BE, BS,
         )  # fmt: skip
     elif pid < cut_programs + tile_programs:
@@ -185,4 +196,6 @@ def make_schedule(
             G, BM_SHORT, BM_LONG, BE, BS,
         )  # fmt: skip
     else:
-        _mark_live(pid - cut_programs - tile_programs, seq_info, info_s, info_c, live, S, T, BE, BS)
+        _mark_live(
+            pid - cut_programs - tile_programs, seq_info, info_s, info_c, live, gaps, S, T, BE, BS
+        )

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .order import after_earlier_kernels, let_later_kernels_start
+
 
 @triton.jit(do_not_specialize=["rows"])
 def write_slots(
@@ -31,8 +33,11 @@ def write_slots(
     D: tl.constexpr,
     BH: tl.constexpr,
     BD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (t, j): heads j*BH .. of token t. Tokens of column 0 go to its row 0."""
+    after_earlier_kernels(OVERLAP)
+    let_later_kernels_start(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BH + tl.arange(0, BH)).to(tl.int64)[:, None]
     dim = tl.arange(0, BD).to(tl.int64)[None, :]

@@ -1,0 +1,26 @@
+"""How kernels of one stream overlap, where the device can do that (programmatic launch).
+
+With OVERLAP a kernel is launched so that its programs may start before the kernel in front of it
+has ended: as soon as all programs of that one have called ``let_later_kernels_start`` or ended.
+Nothing that an earlier kernel writes may be touched before ``after_earlier_kernels``, which waits
+for the end of the kernel in front. If every kernel waits before it lets later ones start, then
+whatever lies further back has ended when a kernel starts.
+Source: CUDA C++ Programming Guide, Programmatic Dependent Launch and Synchronization.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def after_earlier_kernels(OVERLAP: tl.constexpr):
+    """Wait until the kernel in front has ended and what it wrote can be read."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_later_kernels_start(OVERLAP: tl.constexpr):
+    """The next kernel's programs may start now, if it is launched for it."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
