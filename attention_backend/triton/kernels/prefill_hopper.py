@@ -195,8 +195,9 @@ def _consume(
     buffers,
     table,
     ends,
+    my_turn,
+    next_turn,
     ME: gl.constexpr,
-    CONSUMERS: gl.constexpr,
     H: gl.constexpr,
     G: gl.constexpr,
     D: gl.constexpr,
@@ -209,7 +210,7 @@ def _consume(
 ):
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = buffers
     seq_info, tiles, info_s, info_c, T, rows, window, items = table
-    query, out, q_t, q_h, o_t, o_h, scale, turns = ends
+    query, out, q_t, q_h, o_t, o_h, scale = ends
     dtype: gl.constexpr = q_tile.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -286,13 +287,13 @@ def _consume(
             start -= BN
             mbarrier.wait(k_full.index(stage), phase)
             if TURNS:
-                mbarrier.wait(turns.index(ME), (asked & 1) ^ (1 if ME == 0 else 0))
+                mbarrier.wait(my_turn, (asked & 1) ^ (1 if ME == 0 else 0))
             keys = k_buffers.index(stage).reshape([BN, D]).permute([1, 0])
             scores = warpgroup_mma(q_tile, keys, none, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             acc = warpgroup_mma(weights, values, acc, is_async=True)
             if TURNS:
-                mbarrier.arrive(turns.index((ME + 1) % CONSUMERS))
+                mbarrier.arrive(next_turn)
                 asked += 1
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(stage))
@@ -300,6 +301,8 @@ def _consume(
             newer, fade, top, total = _weigh(
                 scores, top, total, start, least, most, edge, scale, BN
             )
+            # Long complete; a branch, above which the assembler does not move the wait for acc.
+            mbarrier.wait(v_full.index(v_stage), v_phase)
             acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
             mbarrier.arrive(v_empty.index(v_stage))
             acc = acc * gl.convert_layout(fade, o_rows)[:, None]
@@ -370,26 +373,30 @@ def attend_long_hopper(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    # One allocation each, or the compiler would order what one consumer does to two of them.
+    turn_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_2 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(i), count=1)
+    mbarrier.init(turn_0, count=1)
+    mbarrier.init(turn_1, count=1)
+    mbarrier.init(turn_2, count=1)
     fence_async_shared()
     buffers = (k_buffers, v_buffers, k_full, k_empty, v_full, v_empty)
     table = (seq_info, tiles, info_s, info_c, T, rows, window, items)
-    ends = (query, out, q_t, q_h, o_t, o_h, scale, turns)
+    ends = (query, out, q_t, q_h, o_t, o_h, scale)
     # Constants are spelled out in the calls: kept in a variable they would be no constants.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (q_tiles.index(0), buffers, table, ends,
-                            0, 2, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
-                (_consume, (q_tiles.index(1), buffers, table, ends,
-                            1, 2, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
+                (_consume, (q_tiles.index(0), buffers, table, ends, turn_0, turn_1,
+                            0, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
+                (_consume, (q_tiles.index(1), buffers, table, ends, turn_1, turn_0,
+                            1, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
                 (_produce, (k_desc, v_desc, buffers, table,
                             H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED)),
             ],
@@ -400,12 +407,12 @@ def attend_long_hopper(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (_consume, (q_tiles.index(0), buffers, table, ends,
-                            0, 3, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
-                (_consume, (q_tiles.index(1), buffers, table, ends,
-                            1, 3, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
-                (_consume, (q_tiles.index(2), buffers, table, ends,
-                            2, 3, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
+                (_consume, (q_tiles.index(0), buffers, table, ends, turn_0, turn_1,
+                            0, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
+                (_consume, (q_tiles.index(1), buffers, table, ends, turn_1, turn_2,
+                            1, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
+                (_consume, (q_tiles.index(2), buffers, table, ends, turn_2, turn_0,
+                            2, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
                 (_produce, (k_desc, v_desc, buffers, table,
                             H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED)),
             ],
