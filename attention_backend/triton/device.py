@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["OPTIONS", "current", "processors"]
+__all__ = ["OPTIONS", "capability", "current", "processors"]
 
 OPTIONS = {"enable_fp_fusion": True}  # of every launch; what Triton assumes differs by version
 
@@ -26,3 +26,11 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; (0, 0) elsewhere."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.get_device_capability(device)

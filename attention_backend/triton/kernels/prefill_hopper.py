@@ -40,6 +40,14 @@ def _item(x, tiles, items, H: gl.constexpr):
 
 
 @gluon.jit
+def _nth(n):
+    """The n-th item of this program: there and back again, so that long items find short ones."""
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    return n * programs + gl.where(n % 2 == 0, place, programs - 1 - place)
+
+
+@gluon.jit
 def _span(
     seg,
     tile,
@@ -116,9 +124,10 @@ def _produce(
     WINDOWED: gl.constexpr,
 ):
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = buffers
-    seq_info, tiles, info_s, info_c, T, rows, window, items = table
+    seq_info, tiles, info_s, info_c, _, rows, window, items = table
     count = 0
-    x = gl.program_id(0)
+    done = 0
+    x = _nth(done)
     seg, tile = _item(x, tiles, items, H)
     while seg >= 0:
         head = x % H
@@ -140,8 +149,40 @@ def _produce(
                 BN, D, STAGES, WINDOWED,
             )  # fmt: skip
             count += 1
-        x += gl.num_programs(0)
+        done += 1
+        x = _nth(done)
         seg, tile = _item(x, tiles, items, H)
+
+
+@gluon.jit
+def _anew(x):
+    """x, of which the compiler does not know that it is: what follows from it is not kept."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _places(
+    begin,
+    q_start,
+    q_len,
+    head,
+    T,
+    by_token,
+    by_head,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Offsets of a consumer's rows of query or out, and which are in there."""
+    row = begin + gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+    token = q_start + row // G
+    q_head = head * G + row % G
+    at = token.to(gl.int64) * by_token + q_head.to(gl.int64) * by_head
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    inside = (row < q_len * G) & (token < T)
+    return at[:, None] + dims[None, :], inside[:, None]
 
 
 @gluon.jit
@@ -222,7 +263,8 @@ def _consume(
 
     count = 0
     asked = 0
-    x = gl.program_id(0)
+    done = 0
+    x = _nth(done)
     seg, tile = _item(x, tiles, items, H)
     while seg >= 0:
         head = x % H
@@ -231,13 +273,8 @@ def _consume(
         )
         begin = tile * BM + ME * _ROWS
 
-        row = begin + gl.arange(0, _ROWS, gl.SliceLayout(1, io))
-        token = q_start + row // G
-        inside = ((row < q_len * G) & (token < T))[:, None]
-        dims = gl.arange(0, D, gl.SliceLayout(0, io))[None, :]
-        q_head = (head * G + row % G).to(gl.int64)
-        q_at = query + (token.to(gl.int64) * q_t + q_head * q_h)[:, None] + dims
-        q_tile.store(gl.load(q_at, mask=inside, other=0.0))
+        at, inside = _places(begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
+        q_tile.store(gl.load(query + at, mask=inside, other=0.0))
         fence_async_shared()
 
         # What each row sees, and what all rows do.
@@ -268,16 +305,14 @@ def _consume(
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage))
         edge = (start < all_low) | (base > all_high)
-        weights, fade, top, total = _weigh(
-            scores, top, total, start, least, most, edge, scale, BN
-        )
+        weights, fade, top, total = _weigh(scores, top, total, start, least, most, edge, scale, BN)
         weights = gl.convert_layout(weights.to(dtype), p_layout)
 
-        for i in range(1, n):
+        for _i in range(1, n):
             v_stage = stage
             v_phase = phase
             values = v_buffers.index(v_stage).reshape([BN, D])
-            if WINDOWED:
+            if WINDOWED:  # noqa: SIM102 known when compiled
                 if ((start < first) & (start + BN > 0)) | (start + BN > kv_end):
                     mbarrier.wait(v_full.index(v_stage), v_phase)
                     _clear(values, first - start, kv_end - start, BN, D)
@@ -310,7 +345,7 @@ def _consume(
 
         values = v_buffers.index(stage).reshape([BN, D])
         mbarrier.wait(v_full.index(stage), phase)
-        if WINDOWED:
+        if WINDOWED:  # noqa: SIM102 known when compiled
             if ((start < first) & (start + BN > 0)) | (start + BN > kv_end):
                 _clear(values, first - start, kv_end - start, BN, D)
         acc = warpgroup_mma(weights, values, acc, is_async=True)
@@ -321,9 +356,10 @@ def _consume(
 
         result = acc / gl.convert_layout(total, o_rows)[:, None]
         q_tile.store(result.to(dtype))
-        o_at = out + (token.to(gl.int64) * o_t + q_head * o_h)[:, None] + dims
-        gl.store(o_at, q_tile.load(io), mask=inside)
-        x += gl.num_programs(0)
+        at, inside = _places(_anew(begin), q_start, q_len, head, T, o_t, o_h, G, D, io)
+        gl.store(out + at, q_tile.load(io), mask=inside)
+        done += 1
+        x = _nth(done)
         seg, tile = _item(x, tiles, items, H)
 
 
@@ -356,7 +392,6 @@ def attend_long_hopper(
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     TURNS: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """Rows of a tile are (query, head of the group), so that a tile reads one KV head once.
 
