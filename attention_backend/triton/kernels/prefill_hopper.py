@@ -188,7 +188,7 @@ def _places(
 @gluon.jit
 def _clear(values, first, last, BN: gl.constexpr, D: gl.constexpr):
     """Zero the rows of V outside first .. last. Other consumers write the same."""
-    PART: gl.constexpr = 32
+    PART: gl.constexpr = 32 if D < 256 else 16
     LANES: gl.constexpr = D // 8 if D < 256 else 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     row = gl.arange(0, PART, gl.SliceLayout(1, layout))
