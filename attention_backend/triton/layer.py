@@ -133,7 +133,9 @@ class LayerLaunch:
             "num_stages": tiles.long_stages,
         }
         chosen = choose_hopper(capability(device), cut, head_size, dtype.itemsize, windowed, negate)
-        self.hopper = chosen and _for_hopper(chosen, cut, head_size, dtype, windowed, causal)
+        self.hopper: HopperLaunch | None = None
+        if chosen is not None:
+            self.hopper = _for_hopper(chosen, cut, head_size, dtype, windowed, causal)
         self._short: dict[str, Any] = {
             **shape,
             **mask,
