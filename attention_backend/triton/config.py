@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Cut", "Tiles", "choose_tiles", "power_of_two"]
+__all__ = ["Cut", "HopperTiles", "Tiles", "choose_hopper", "choose_tiles", "power_of_two"]
 
 
 def power_of_two(n: int) -> int:
@@ -124,3 +124,44 @@ def choose_tiles(
         decode=ShortTiles(small_rows, 4, 3, None if wide else 168),
         draft=ShortTiles(max(64, small_rows), 4, 3, None),
     )
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """Launch parameters of the long segments' kernel for Hopper.
+
+    keys: of a tile; stages: places for tiles of K, and as many for V. consumers: warpgroups with
+    64 rows of a query tile each, registers: of a thread of theirs. turns: whether they take turns
+    to ask for products.
+    """
+
+    keys: int
+    stages: int
+    consumers: int
+    registers: int
+    turns: bool
+
+    def serves(self, rows: int, window: int | None) -> bool:
+        """Whether no tile of a ring that has wrapped goes beyond its last row."""
+        return window is None or rows % self.keys == 0
+
+
+def choose_hopper(
+    capability: tuple[int, int],
+    cut: Cut,
+    head_size: int,
+    element_size: int,
+    windowed: bool,
+    negate: bool,
+) -> HopperTiles | None:
+    """Tiles for layers of a shape on a device of that compute capability; None: not for these.
+
+    A consumer's scores, weights and result must fit its registers, and K and V shared memory.
+    """
+    if capability != (9, 0) or element_size != 2 or negate or head_size not in (64, 128, 256):
+        return None
+    if cut.long_rows != 128:
+        return None
+    keys = 64 if head_size == 256 or windowed else 128
+    stages = min(4, 2 * 128 * 128 // (keys * head_size))
+    return HopperTiles(keys=keys, stages=stages, consumers=2, registers=240, turns=True)

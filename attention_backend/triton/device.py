@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["OPTIONS", "current", "overlap", "processors"]
+__all__ = ["OPTIONS", "capability", "current", "overlap", "processors"]
 
 OPTIONS = {"enable_fp_fusion": True}  # of every launch; what Triton assumes differs by version
 
@@ -29,10 +29,19 @@ def processors(device: torch.device) -> int:
 
 
 @cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; (0, 0) elsewhere."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Launch arguments by which a kernel may start before the one in front has ended.
 
     That needs compute capability 9.0; see ``kernels/order.py``.
     """
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"OVERLAP": able, "launch_pdl": able} if able else {"OVERLAP": False}
+    if capability(device) < (9, 0):
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True}

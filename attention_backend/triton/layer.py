@@ -1,14 +1,17 @@
 """The launches of one kind of layer: shape, dtype and mask. Nothing here reads a length."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .buffers import GAP_ROWS, Buffers
-from .config import Tiles, choose_tiles, power_of_two
-from .device import OPTIONS, overlap, processors
+from .config import Cut, HopperTiles, Tiles, choose_hopper, choose_tiles, power_of_two
+from .device import OPTIONS, capability, overlap, processors
 from .kernels import decode, prefill, schedule, write
+
+if TYPE_CHECKING:
+    from .hopper import HopperLaunch
 
 __all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
 
@@ -92,6 +95,19 @@ def launch_write(
     )
 
 
+def _for_hopper(
+    tiles: HopperTiles,
+    cut: Cut,
+    head_size: int,
+    dtype: torch.dtype,
+    windowed: bool,
+    causal: bool,
+) -> "HopperLaunch":
+    from .hopper import HopperLaunch as Launch  # loads what other devices have no use for
+
+    return Launch(tiles, cut, head_size, dtype, windowed=windowed, causal=causal)
+
+
 class LayerLaunch:
     """Attention of layers of one shape, dtype, sign of scale and kind of mask."""
 
@@ -125,6 +141,10 @@ class LayerLaunch:
             "num_warps": tiles.long_warps,
             "num_stages": tiles.long_stages,
         }
+        chosen = choose_hopper(capability(device), cut, head_size, dtype.itemsize, windowed, negate)
+        self.hopper: HopperLaunch | None = None
+        if chosen is not None:
+            self.hopper = _for_hopper(chosen, cut, head_size, dtype, windowed, causal)
         self._short: dict[str, Any] = {
             **shape,
             **mask,
@@ -153,6 +173,9 @@ class LayerLaunch:
     ) -> None:
         """One or two launches; which and how large depends on sizes that the host knows."""
         cut, tokens, segments = self.tiles.cut, query.shape[0], buffers.segments
+        hopper = self.hopper
+        if hopper is not None and not hopper.tiles.serves(rows, window):
+            hopper = None
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         # Scores are kept as powers of two. All weights are equal for a scale of 0.
         scale = max(abs(scale) * math.log2(math.e), 1e-30)
@@ -161,7 +184,23 @@ class LayerLaunch:
         max_tiles = min(cut.max_long_tiles(tokens, segments, max_q_len), buffers.max_tiles)
         drafts = cut.has_drafts(tokens, max_q_len)
         short = self.tiles.draft if drafts else self.tiles.decode
-        if max_tiles:
+        done = (
+            hopper is not None
+            and max_tiles > 0
+            and hopper.run(
+                query,
+                key_cache,
+                value_cache,
+                out,
+                seq_info,
+                buffers,
+                max_tiles,
+                rows=rows,
+                window=window,
+                scale=scale,
+            )
+        )
+        if max_tiles and not done:
             programs = max_tiles * cut.heads * (cut.long_rows // self.tiles.long_rows)
             prefill.attend_long[(programs,)](
                 query,

@@ -70,7 +70,7 @@ def zero_rows(
     HQ: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BG: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Zero the rows without a segment in every so manyth block of BG; gap: their number in block p."""
+    """Zero the rows that have no segment, in blocks of BG; gap: the number of such in block p."""
     for block in range(p, (T + BG - 1) // BG, tl.num_programs(0)):
         if block != p:
             gap = tl.load(gaps + block)
