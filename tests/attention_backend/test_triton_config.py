@@ -135,7 +135,7 @@ def test_attention_compiles_for_hopper(
         step = {
             "BM": tiles.rows,
             "LARGE": single,
-            "FIRST": tiles is decode_tiles,
+            "FIRST": tiles is made.tiles.decode,
             "OVERLAP": True,
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
