@@ -93,7 +93,7 @@ class TritonKernel(AttentionKernel):
         segments = tables.seq_info.shape[0]
         if self._reserved is not None and segments:
             kept = self._kept(self._reserved, tables.num_tokens, segments)
-            self._schedule(kept, step, tables.num_tokens)
+            self._schedule(kept, step, kept.cut.has_drafts(tables.num_tokens, max_q_len))
         return step
 
     def write(
@@ -140,8 +140,9 @@ class TritonKernel(AttentionKernel):
             return
         layer = self._layer(query, key_cache.shape[2], step, scale)
         buffers = self._buffers_for(layer, step, query.shape[0], query.device)
-        if buffers.owner is not step:
-            self._schedule(buffers, step, query.shape[0])
+        drafts = buffers.cut.has_drafts(query.shape[0], step.max_q_len)
+        if buffers.owner is not step or (drafts and not buffers.drafts):
+            self._schedule(buffers, step, drafts)
         with current(query.device):
             layer.run(
                 query,
@@ -201,12 +202,11 @@ class TritonKernel(AttentionKernel):
             buffers = self._buffers[shape] = Buffers(cut, dims, tokens, segments, device)
         return buffers
 
-    def _schedule(self, buffers: Buffers, step: TritonStep, tokens: int) -> None:
+    def _schedule(self, buffers: Buffers, step: TritonStep, drafts: bool) -> None:
         seq_info = step.tables.seq_info
         with current(seq_info.device):
-            drafts = buffers.cut.has_drafts(tokens, step.max_q_len)
             launch_schedule(buffers, seq_info, seq_info.shape[0], step.window, drafts)
-        buffers.owner = step
+        buffers.owner, buffers.drafts = step, drafts
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -18,7 +18,8 @@ class Buffers:
     pieces: int32 [programs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens]; gaps: int32
     [tokens / GAP_ROWS]; arrivals: int32 [programs], zero whenever no kernel runs;
     part_acc: float32 [2 * programs, short_rows, dims]; part_sums: float32 [2 * programs, 2,
-    short_rows]. ``owner`` is the step whose schedule they hold, None for none.
+    short_rows]. ``owner`` is the step whose schedule they hold, None for none; ``drafts``: made for a step
+    that may have drafts.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Buffers:
         sums = torch.empty(parts * (dims + 2), dtype=torch.float32, device=device)
         self.part_acc, self.part_sums = sums.split((parts * dims, parts * 2))
         self.owner: Any = None
+        self.drafts = False
 
     def hold(self, tokens: int, segments: int) -> bool:
         """Whether a step of that size fits."""

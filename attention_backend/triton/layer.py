@@ -182,7 +182,7 @@ class LayerLaunch:
         info, result = seq_info.stride(), out.stride()
         strides = (*info, *query.stride(), *key_cache.stride(), *value_cache.stride(), *result)
         max_tiles = min(cut.max_long_tiles(tokens, segments, max_q_len), buffers.max_tiles)
-        drafts = cut.has_drafts(tokens, max_q_len)
+        drafts = buffers.drafts
         short = self.tiles.draft if drafts else self.tiles.decode
         done = (
             hopper is not None
