@@ -15,10 +15,10 @@ GAP_ROWS = 32
 class Buffers:
     """For steps of one shape up to ``tokens`` query rows and ``segments`` rows of seq_info.
 
-    pieces: int32 [programs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens]; gaps: int32
-    [tokens / GAP_ROWS]; arrivals: int32 [programs], zero whenever no kernel runs;
-    part_acc: float32 [2 * programs, short_rows, dims]; part_sums: float32 [2 * programs, 2,
-    short_rows]. ``owner`` is the step whose schedule they hold, None for none; ``drafts``: made for a step
+    pieces: int32 [runs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens]; gaps: int32
+    [tokens / GAP_ROWS]; arrivals: int32 [runs * heads], zero whenever no kernel runs;
+    part_acc: float32 [2 * runs * heads, short_rows, dims]; part_sums: float32
+    [2 * runs * heads, 2, short_rows]. ``owner`` is the step whose schedule they hold, None for none; ``drafts``: made for a step
     that may have drafts.
     """
 
@@ -28,10 +28,11 @@ class Buffers:
         self.cut, self.dims, self.tokens, self.segments = cut, dims, tokens, segments
         self.max_tiles = cut.max_long_tiles(tokens, segments)
         gaps = -(-tokens // GAP_ROWS)
-        sizes = (cut.programs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, cut.programs)
+        programs = cut.runs * cut.heads
+        sizes = (cut.runs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, programs)
         numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.pieces, self.tiles, self.live, self.gaps, self.arrivals = numbers.split(sizes)
-        parts = 2 * cut.programs * cut.short_rows
+        parts = 2 * programs * cut.short_rows
         sums = torch.empty(parts * (dims + 2), dtype=torch.float32, device=device)
         self.part_acc, self.part_sums = sums.split((parts * dims, parts * 2))
         self.owner: Any = None

@@ -17,8 +17,9 @@ class Cut:
     heads, group: KV heads, query heads of each. short_rows: a segment of at most so many rows
     (queries times group) is short; with at most small_rows it is a decode or nearly one.
     short_keys: keys of a tile of short segments, long_rows: rows of a query tile of long ones.
-    programs: that share the short segments, at least min_tiles tiles each; draft_programs: the
-    same in a step where short segments may have more than small_rows.
+    runs: among which the key tiles of short segments are shared, at least min_tiles tiles each;
+    draft_runs: the same in a step where short segments may have more than small_rows. A run has
+    a program for each KV head.
     """
 
     heads: int
@@ -27,8 +28,8 @@ class Cut:
     short_rows: int
     short_keys: int
     long_rows: int
-    programs: int
-    draft_programs: int
+    runs: int
+    draft_runs: int
     min_tiles: int
 
     def has_drafts(self, tokens: int, max_q_len: int | None) -> bool:
@@ -52,7 +53,7 @@ class Cut:
 class ShortTiles:
     """Launch parameters for short segments: rows of a tile; registers: most of a thread.
 
-    As many programs as the cut has must fit on the device at once.
+    The programs of as many runs as the cut has should fit on the device at once.
     """
 
     rows: int
@@ -106,8 +107,8 @@ def choose_tiles(
         short_rows=max(64, small_rows),
         short_keys=min(128, max(32, 8192 // dims)),
         long_rows=128,
-        programs=(2 if wide else 3) * processors,
-        draft_programs=(1 if wide else 2) * processors,
+        runs=max(1, (2 if wide else 3) * processors // heads),
+        draft_runs=max(1, (1 if wide else 2) * processors // heads),
         min_tiles=4 if dims >= 128 else 2,
     )
     if element_size == 4:

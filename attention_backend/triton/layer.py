@@ -29,9 +29,8 @@ def launch_schedule(
 ) -> None:
     """Fill ``buffers`` to their capacity from the segments on the device."""
     cut = buffers.cut
-    short_programs = cut.draft_programs if drafts else cut.programs
     programs = sum(
-        -(-entries // GAP_ROWS) for entries in (cut.programs, buffers.max_tiles, buffers.tokens)
+        -(-entries // GAP_ROWS) for entries in (cut.runs, buffers.max_tiles, buffers.tokens)
     )
     schedule.make_schedule[(programs,)](
         seq_info,
@@ -43,11 +42,10 @@ def launch_schedule(
         segments,
         buffers.tokens,
         buffers.max_tiles,
-        short_programs,
+        cut.draft_runs if drafts else cut.runs,
         NO_WINDOW if window is None else min(window, NO_WINDOW),
-        H=cut.heads,
         G=cut.group,
-        P=cut.programs,
+        R=cut.runs,
         MIN_TILES=cut.min_tiles,
         BM_SHORT=cut.short_rows,
         BN_SHORT=cut.short_keys,
@@ -216,7 +214,7 @@ class LayerLaunch:
                 *strides,
                 **self._long,
             )
-        decode.attend_short[(cut.draft_programs if drafts else cut.programs,)](
+        decode.attend_short[((cut.draft_runs if drafts else cut.runs) * cut.heads,)](
             query,
             key_cache,
             value_cache,

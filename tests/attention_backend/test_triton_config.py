@@ -37,7 +37,7 @@ def test_tiles_fit_and_one_schedule_serves_all_dtypes(
     keys = half.long_keys * half.long_stages * 2
     assert (half.long_rows + keys) * half.dims * 2 <= HOPPER["shared"]
     keys = half.cut.short_keys * (half.decode.stages - 1) * 2
-    assert half.cut.programs // 132 * keys * half.dims * 2 <= HOPPER["shared"]
+    assert half.cut.runs * half.cut.heads // 132 * keys * half.dims * 2 <= HOPPER["shared"]
     assert half.decode.rows == half.cut.small_rows <= half.draft.rows == half.cut.short_rows
     assert single.cut.short_rows % single.draft.rows == 0
 
@@ -68,7 +68,7 @@ POINTERS = {
 }
 ONES = {"info_c", "q_d", "k_d", "v_d", "o_d"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
-PLAIN = {"S", "T", "rows", "window", "max_tiles", "short_programs", "info_s", "scale"}
+PLAIN = {"S", "T", "rows", "window", "max_tiles", "short_runs", "info_s", "scale"}
 
 
 def compile_for_hopper(kernel: Any, arguments: dict[str, Any], dtype: str) -> Any:
@@ -128,10 +128,7 @@ def test_attention_compiles_for_hopper(
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     single = dtype == torch.float32
     cut = made.tiles.cut
-    for tiles, programs in (
-        (made.tiles.decode, cut.programs),
-        (made.tiles.draft, cut.draft_programs),
-    ):
+    for tiles, runs in ((made.tiles.decode, cut.runs), (made.tiles.draft, cut.draft_runs)):
         step = {
             "BM": tiles.rows,
             "LARGE": single,
@@ -142,7 +139,7 @@ def test_attention_compiles_for_hopper(
             "maxnreg": tiles.registers,
         }
         short = compile_for_hopper(decode.attend_short, made._short | step, name)
-        at_once = 1 if single else programs // HOPPER["processors"]
+        at_once = 1 if single else -(-runs * cut.heads // HOPPER["processors"])
         assert at_once * (short.metadata.shared + 1024) <= 228 << 10
         assert "cp.async" in short.asm["ptx"]
     long = compile_for_hopper(prefill.attend_long, made._long | {"OVERLAP": True}, name)
@@ -154,7 +151,7 @@ def test_attention_compiles_for_hopper(
 def test_schedule_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     made = parameters(128, torch.bfloat16, False, monkeypatch)
     cut: Cut = made.tiles.cut
-    numbers = {"H": 8, "G": 4, "P": cut.programs, "MIN_TILES": cut.min_tiles}
+    numbers = {"G": 4, "R": cut.runs, "MIN_TILES": cut.min_tiles}
     blocks = {"BM_SHORT": 64, "BN_SHORT": 64, "BM_LONG": 128, "BE": 32, "BS": 128, "OVERLAP": True}
     options = {"num_warps": 8, "enable_fp_fusion": True}
     compile_for_hopper(schedule.make_schedule, numbers | blocks | options, "bf16")

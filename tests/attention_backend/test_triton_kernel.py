@@ -152,10 +152,10 @@ def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> Non
     step = kernel.prepare(tables_of(info.to(DEVICE)), rows=4096, window=None, causal=True)
     (buffers,) = kernel._buffers.values()
     assert buffers.owner is step
-    counts = buffers.pieces.reshape(-1, 8)[:, 3].tolist()
-    total = heads * (-(-keys // buffers.cut.short_keys) + 1)
+    counts = buffers.pieces.reshape(-1, 8)[:, 2].tolist()
+    total = -(-keys // buffers.cut.short_keys) + 1
     least = buffers.cut.min_tiles
-    used = min(buffers.cut.programs, -(-total // least))
+    used = min(buffers.cut.runs, -(-total // least))
     assert sum(counts) == total and not any(counts[used:])
     assert max(counts[:used]) - min(counts[:used]) <= 1
     assert buffers.live.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Attention of short segments: an equal share of all their key tiles for each program."""
+"""Attention of short segments: an equal run of all their key tiles for each program."""
 
 import triton
 import triton.language as tl
@@ -137,24 +137,25 @@ def attend_short(
     OVERLAP: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Walk over heads of segments; a head that is not all this program's leaves a part.
+    """Program (run, head): walk over the run's segments; one that is not all its leaves a part.
 
     LARGE: some segments may have more than BM rows, at most ROWS, and run in several tiles of rows.
     Whoever leaves the last part of a head merges them. Then the rows of ``out`` that
     nothing covers become zero. FIRST: the layer's first attention kernel; else what earlier
     kernels have written is in place, apart from what the layer's first attention kernel still
-    does. A program has at most two parts: 2p of a head that an earlier program began, 2p + 1 of
-    one that it begins.
+    does. A program has at most two parts: 2p of a segment that an earlier run began, 2p + 1 of
+    one that it begins. The H programs of a run read rows of all heads at about the same time.
     """
     p = tl.program_id(0)
     if FIRST:
         after_earlier_kernels(OVERLAP)
         let_later_kernels_start(OVERLAP)
-    seg = tl.load(pieces + p * 8)
-    head = tl.load(pieces + p * 8 + 1)
-    tile = tl.load(pieces + p * 8 + 2)
-    count = tl.load(pieces + p * 8 + 3)
-    owner = tl.load(pieces + p * 8 + 5)
+    run = p // H
+    head = p % H
+    seg = tl.load(pieces + run * 8)
+    tile = tl.load(pieces + run * 8 + 1)
+    count = tl.load(pieces + run * 8 + 2)
+    owner = tl.load(pieces + run * 8 + 4)
     gap = tl.load(gaps + p, mask=p * BG < T, other=0)
     while count > 0:
         n_tiles = _tiles_at(seq_info, info_s, info_c, seg, window, G, ROWS, BN)
@@ -178,16 +179,14 @@ def attend_short(
                 G, D, BD, BM, BN, ROWS, CAUSAL, WINDOWED, SMALL, NEGATE,
             )  # fmt: skip
         if take < n_tiles:
-            owner = tl.where(tile == 0, p, owner)
+            owner = tl.where(tile == 0, run, owner)
             merge_parts(
                 owner, q_start, q_len, head, T, out, pieces, arrivals, part_acc, part_sums,
-                o_t, o_h, o_d, G, D, BD, ROWS, RB, BP,
+                o_t, o_h, o_d, H, G, D, BD, ROWS, RB, BP,
             )  # fmt: skip
         count = tl.where(n_tiles > 0, count - take, 0)
         tile = tile * 0
-        head += 1
-        seg = tl.where(head == H, seg + 1, seg)
-        head = tl.where(head == H, 0, head)
+        seg += 1
     if not FIRST:
         after_earlier_kernels(OVERLAP)
     zero_rows(p, gap, out, live, gaps, T, o_t, o_h, o_d, H * G, D, BD, BG, BT)

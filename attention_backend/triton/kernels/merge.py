@@ -19,20 +19,21 @@ def leave_part(
 @triton.jit
 def merge_parts(
     owner, q_start, q_len, head, T, out, pieces, arrivals, part_acc, part_sums, o_t, o_h, o_d,
-    G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     RB: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Say that a part of the head is there; whoever leaves the last one merges them all.
 
-    owner: the program that begins the head. Parts are added in the order of the programs, whoever
+    owner: the run that begins the segment. Parts are added in the order of the runs, whoever
     adds them, so the bits do not depend on who is last. The count is zero again when all is done.
     """
-    parts = tl.load(pieces + owner * 8 + 4)
+    parts = tl.load(pieces + owner * 8 + 3)
     tl.debug_barrier()  # all of the part is stored before its arrival is told
-    before = tl.atomic_add(arrivals + owner, 1, sem="acq_rel")
+    first = owner * H + head
+    before = tl.atomic_add(arrivals + first, 1, sem="acq_rel")
     tl.debug_barrier()
     if before == parts - 1:
-        tl.store(arrivals + owner, 0)
+        tl.store(arrivals + first, 0)
         i = tl.arange(0, BP)
         at_once = tl.arange(0, RB * BD)
         dim = at_once % BD
@@ -43,7 +44,7 @@ def merge_parts(
             top = tl.full([RB * BD], float("-inf"), tl.float32)
             total = tl.zeros([RB * BD], tl.float32)
             for at in range(0, parts, BP):
-                part = 2 * (owner + at + i) + (at + i == 0).to(tl.int32)
+                part = 2 * (first + (at + i) * H) + (at + i == 0).to(tl.int32)
                 there = (at + i < parts)[:, None] & inside[None, :]
                 sums = part_sums + part[:, None] * 2 * ROWS + row[None, :]
                 tops = tl.load(sums, mask=there, other=float("-inf"))

@@ -22,79 +22,65 @@ def _cut(
     info_c,
     pieces,
     S,
-    short_programs,
+    short_runs,
     window,
-    H: tl.constexpr,
     G: tl.constexpr,
-    P: tl.constexpr,
+    R: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BE: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """Give each of short_programs an equal run of the short segments' (segment, head, tile).
+    """Cut the key tiles of all short segments, one after the other, in short_runs equal runs.
 
-    Less than 2 ** 31 tiles; products with a program's number may be more.
+    Less than 2 ** 31 tiles; products with a run's number may be more.
     """
     total = tl.full([], 0, tl.int32)
     for at in range(0, S, BS):
         seg = at + tl.arange(0, BS)
         q_len, kv_end = _lengths(seq_info, info_s, info_c, seg, seg < S)
-        n = short_tiles(q_len, kv_end, window, G, BM, BN) * H
-        total += tl.sum(n, 0)
-    programs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, short_programs)
-    divisor = tl.maximum(programs, 1)
+        total += tl.sum(short_tiles(q_len, kv_end, window, G, BM, BN), 0)
+    runs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, short_runs)
+    divisor = tl.maximum(runs, 1)
 
-    p = pid * BE + tl.arange(0, BE)
-    works = p < programs
-    begin = (p.to(tl.int64) * total // divisor).to(tl.int32)
-    end = ((p + 1).to(tl.int64) * total // divisor).to(tl.int32)
+    r = pid * BE + tl.arange(0, BE)
+    works = r < runs
+    begin = (r.to(tl.int64) * total // divisor).to(tl.int32)
+    end = ((r + 1).to(tl.int64) * total // divisor).to(tl.int32)
     last = end - 1
     # The segment of tile x is the first whose running sum exceeds x: count those that do not.
     seg_begin = tl.zeros([BE], tl.int32)
-    seg_last = tl.zeros([BE], tl.int32)
     base_begin = tl.zeros([BE], tl.int32)
     base_last = tl.zeros([BE], tl.int32)
+    end_last = tl.zeros([BE], tl.int32)
     carry = tl.full([], 0, tl.int32)
     for at in range(0, S, BS):
         seg = at + tl.arange(0, BS)
         q_len, kv_end = _lengths(seq_info, info_s, info_c, seg, seg < S)
-        n = short_tiles(q_len, kv_end, window, G, BM, BN) * H
+        n = short_tiles(q_len, kv_end, window, G, BM, BN)
         ends = (carry + tl.cumsum(n, 0))[None, :]
         before = ends <= begin[:, None]
         seg_begin += tl.sum(before.to(tl.int32), 1)
         base_begin = tl.maximum(base_begin, tl.max(tl.where(before, ends, 0), 1))
         before = ends <= last[:, None]
-        seg_last += tl.sum(before.to(tl.int32), 1)
         base_last = tl.maximum(base_last, tl.max(tl.where(before, ends, 0), 1))
+        inside = (ends > last[:, None]) & (ends - n[None, :] <= last[:, None])
+        end_last = tl.maximum(end_last, tl.max(tl.where(inside, ends, 0), 1))
         carry += tl.sum(n, 0)
 
-    q_len, kv_end = _lengths(seq_info, info_s, info_c, seg_begin, works)
-    n = tl.maximum(short_tiles(q_len, kv_end, window, G, BM, BN), 1)
-    rest = begin - base_begin
-    head, tile = rest // n, rest % n
-    # The program of tile x is the last that begins at or before it.
-    head_begin = (begin - tile).to(tl.int64)
-    owner_begin = (((head_begin + 1) * programs - 1) // tl.maximum(total, 1)).to(tl.int32)
-    # A head cut by this program's end, and begun by it, comes in so many parts.
-    q_len, kv_end = _lengths(seq_info, info_s, info_c, seg_last, works)
-    n = tl.maximum(short_tiles(q_len, kv_end, window, G, BM, BN), 1)
-    head_last = (last - base_last) // n
-    head_begin = base_last + head_last * n
-    head_end = head_begin + n
-    owner = (head_end.to(tl.int64) * programs - 1) // tl.maximum(total, 1)
-    parts = owner.to(tl.int32) - p + 1
-    parts = tl.where((head_end > end) & (head_begin >= begin) & works, parts, 0)
+    # The run of tile x is the last that begins at or before it.
+    owner = ((base_begin.to(tl.int64) + 1) * runs - 1) // tl.maximum(total, 1)
+    last_run = (end_last.to(tl.int64) * runs - 1) // tl.maximum(total, 1)
+    parts = tl.where((end_last > end) & (base_last >= begin) & works, last_run - r + 1, 0)
 
-    entry = pieces + p * 8
-    known = p < P
+    entry = pieces + r * 8
+    known = r < R
     tl.store(entry, seg_begin, mask=known)
-    tl.store(entry + 1, head, mask=known)
-    tl.store(entry + 2, tile, mask=known)
-    tl.store(entry + 3, tl.where(works, end - begin, 0), mask=known)
-    tl.store(entry + 4, parts, mask=known)
-    tl.store(entry + 5, owner_begin, mask=known)
+    tl.store(entry + 1, begin - base_begin, mask=known)
+    tl.store(entry + 2, tl.where(works, end - begin, 0), mask=known)
+    tl.store(entry + 3, parts.to(tl.int32), mask=known)
+    tl.store(entry + 4, owner.to(tl.int32), mask=known)
 
 
 @triton.jit
@@ -149,7 +135,7 @@ def _mark_live(pid, seq_info, info_s, info_c, live, gaps, S, T, BE: tl.constexpr
     tl.store(gaps + pid, tl.sum(tl.where(t < T, 1 - found, 0), 0))
 
 
-@triton.jit(do_not_specialize=["S", "T", "max_tiles", "short_programs", "window"])
+@triton.jit(do_not_specialize=["S", "T", "max_tiles", "short_runs", "window"])
 def make_schedule(
     seq_info,
     info_s,
@@ -161,11 +147,10 @@ def make_schedule(
     S,
     T,
     max_tiles,
-    short_programs,
+    short_runs,
     window,
-    H: tl.constexpr,
     G: tl.constexpr,
-    P: tl.constexpr,
+    R: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BM_SHORT: tl.constexpr,
     BN_SHORT: tl.constexpr,
@@ -174,21 +159,21 @@ def make_schedule(
     BS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Fill pieces [P, 8], tiles [max_tiles, 2], live [T] and gaps [T / BE], BE entries a program.
+    """Fill pieces [R, 8], tiles [max_tiles, 2], live [T] and gaps [T / BE], BE entries a program.
 
-    pieces: segment, head and tile that a program begins with, its number of tiles; the number of
-    parts of the head that it ends within and began, 0 for none; the program that began the head
+    pieces: segment and tile that a run begins with, its number of tiles; the number of runs that
+    share the segment that it ends within and began, 0 for none; the run that began the segment
     that it begins within. tiles: segment (-1 for none) and query tile. window: 1 << 30 for none.
     """
     after_earlier_kernels(OVERLAP)
     let_later_kernels_start(OVERLAP)
     pid = tl.program_id(0)
-    cut_programs: tl.constexpr = (P + BE - 1) // BE
+    cut_programs: tl.constexpr = (R + BE - 1) // BE
     tile_programs = (max_tiles + BE - 1) // BE
     if pid < cut_programs:
         _cut(
-            pid, seq_info, info_s, info_c, pieces, S, short_programs, window,
-            H, G, P, MIN_TILES, BM_SHORT, BN_SHORT, BE, BS,
+            pid, seq_info, info_s, info_c, pieces, S, short_runs, window,
+            G, R, MIN_TILES, BM_SHORT, BN_SHORT, BE, BS,
         )  # fmt: skip
     elif pid < cut_programs + tile_programs:
         _list_tiles(
