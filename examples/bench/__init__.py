@@ -1,1 +1,1 @@
-"""Benchmarks of the kernels and of serving: ``python -m vllm_kv_columns.bench kernels`` (``serve``)."""
+"""Benchmarks: ``python -m vllm_kv_columns.bench kernels``, or ``serve``."""

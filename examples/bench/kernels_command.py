@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import machine
 from .backend import Backend
 from .kernels import make_backend, run, sort_out
 from .results import Figure, ShapeResult, write_json
 from .shapes import Shape, select
-from .table import console, kernel_table, print_failures, print_machine
+from .table import console, kernel_table, print_failures, print_machine, progress_bar
 
 __all__ = ["kernels", "measure_and_show"]
 
@@ -55,17 +54,14 @@ def measure_and_show(
     if not found:
         out.print("none of the backends can run here")
         return 1
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[at]}"))
-    with Progress(*columns, console=out, transient=True) as progress:
+    with progress_bar(out) as progress:
         task = progress.add_task("", total=len(shapes) * len(found), at="filling memory")
 
         def report(shape: Shape, backend: Backend, figure: Figure) -> None:
             value = figure.failure if figure.us is None else f"{figure.us:.1f} us"
             progress.update(task, advance=1, at=f"{shape.name}, {backend.name}: {value}")
 
-        results = run(
-            shapes, found, device, seconds=args.seconds, bound=args.bound, report=report
-        )
+        results = run(shapes, found, device, seconds=args.seconds, bound=args.bound, report=report)
     out.print(kernel_table(results))
     print_failures(out, results)
     if args.json:

@@ -3,6 +3,7 @@
 import platform
 import statistics
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -48,14 +49,7 @@ def measure(device: torch.device) -> dict[str, float]:
 
     Of random numbers: products of zeros take less power and run faster.
     """
-    size = COPIED // 2
-    source = torch.empty(size, dtype=torch.bfloat16, device=device).normal_()
-    target = torch.empty_like(source)
-    copied = _median(lambda: target.copy_(source), device)
-    del target
-    numbers = source.view(torch.float32)  # two bfloat16 are a finite one
-    summed = _median(numbers.sum, device)
-    del numbers, source
+    copied, summed = _memory(device)
     left, right = torch.randn(2, MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
     product = torch.empty_like(left)
     multiplied = _median(lambda: torch.mm(left, right, out=product), device)
@@ -66,7 +60,15 @@ def measure(device: torch.device) -> dict[str, float]:
     }
 
 
-def _median(call: Any, device: torch.device) -> float:
+def _memory(device: torch.device) -> tuple[float, float]:
+    """Seconds of a copy and of a sum of COPIED bytes."""
+    source = torch.empty(COPIED // 2, dtype=torch.bfloat16, device=device).normal_()
+    target = torch.empty_like(source)
+    numbers = source.view(torch.float32)  # two bfloat16 are a finite one
+    return _median(lambda: target.copy_(source), device), _median(numbers.sum, device)
+
+
+def _median(call: Callable[[], object], device: torch.device) -> float:
     return statistics.median(repeat(call, SECONDS, device))
 
 

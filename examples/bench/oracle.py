@@ -70,7 +70,7 @@ def _check_segment(step: Step, layer: int, segment: int, rows: list[int], bound:
     found = step.out[rows].double()
     expected = reference(step, layer, segment, rows)
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    error, at = errors.max().item(), rows[int(errors.amax(1).argmax())]
+    error, at = float(errors.max()), rows[int(errors.amax(1).argmax())]
     if not error <= bound:
         message = f"relative error {error:.2g}, above {bound:g} (layer {layer}, row {at})"
         raise WrongResult(message, error)

@@ -55,9 +55,9 @@ class PagedStep(Step):
         self.query_start_loc = problem.numbers(problem.q_starts)
         self.seq_lens = problem.numbers([kv_end for _, kv_end in shape.lengths])
         self.slot_mapping = self._slots(problem.segments, problem.positions)
-        one = torch.ones((), dtype=torch.float32, device=problem.device)
-        self.scale_of_cache = one  # the scales of a cache that is not quantized, as a layer has them
-        self.descale = one.expand(len(shape.lengths), shape.heads)
+        # A layer of vLLM has these also where the cache is not quantized.
+        self.scale_of_cache = torch.ones((), dtype=torch.float32, device=problem.device)
+        self.descale = self.scale_of_cache.expand(len(shape.lengths), shape.heads)
         self.window = (-1, -1) if shape.window is None else (shape.window - 1, 0)
 
     def _slots(self, segments: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

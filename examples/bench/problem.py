@@ -50,9 +50,9 @@ class Problem:
         for q_len, _ in shape.lengths:
             self.q_starts.append(self.q_starts[-1] + q_len)
         lengths = torch.tensor(shape.lengths)
-        self.segments = torch.repeat_interleave(
-            torch.arange(len(shape.lengths)), lengths[:, 0]
-        ).to(self.device)
+        self.segments = torch.repeat_interleave(torch.arange(len(shape.lengths)), lengths[:, 0]).to(
+            self.device
+        )
         self.positions = torch.cat(
             [torch.arange(kv_end - q_len, kv_end) for q_len, kv_end in shape.lengths]
         ).to(self.device)

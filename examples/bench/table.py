@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from .results import ShapeResult
 
-__all__ = ["console", "kernel_table", "print_failures", "print_machine"]
+__all__ = ["console", "kernel_table", "print_failures", "print_machine", "progress_bar"]
 
 
 def console(width: int | None = None, file: Any = None) -> Console:
@@ -20,11 +21,23 @@ def console(width: int | None = None, file: Any = None) -> Console:
     return out
 
 
+def progress_bar(out: Console) -> Progress:
+    """One that is gone in the end. The field ``at`` of a task says where it is."""
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[at]}", markup=False),
+        console=out,
+        transient=True,
+    )
+
+
 def print_machine(
     out: Console, machine: Mapping[str, Any], anchors: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """The header of a run, with the anchors that were found and those that were not."""
-    names = "torch triton vllm cuda driver".split()
+    names = ["torch", "triton", "vllm", "cuda", "driver"]
     versions = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
     out.print(f"{machine['device']}: {versions}", markup=False)
     if "copy_tb_per_s" in machine:

@@ -25,7 +25,7 @@ class Time:
 def time_step(step: Step, seconds: float) -> Time:
     """Replay the step for so many seconds. It must have run before, as kernels compile then.
 
-    On the CPU, where the tests of this package run it, the step is called and the clock is Python's.
+    On the CPU, for the tests of this package, the step is called and the clock is Python's.
     """
     layers = step.problem.shape.layers
 
@@ -43,7 +43,7 @@ def time_step(step: Step, seconds: float) -> Time:
     return _summary(repeat(graph.replay, seconds, step.problem.device), layers)
 
 
-def repeat(call: Callable[[], None], seconds: float, device: torch.device) -> list[float]:
+def repeat(call: Callable[[], object], seconds: float, device: torch.device) -> list[float]:
     """Seconds of each run, after two to warm up; by CUDA events where there is a device."""
     for _ in range(2):
         call()
@@ -56,7 +56,7 @@ def repeat(call: Callable[[], None], seconds: float, device: torch.device) -> li
     return times
 
 
-def _once(call: Callable[[], None], device: torch.device) -> float:
+def _once(call: Callable[[], object], device: torch.device) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
         call()

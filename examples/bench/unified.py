@@ -16,7 +16,9 @@ CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # its default cud
 
 def split_threshold(heads: int) -> int:
     """Most query blocks of a step whose keys are split: the captured size next to 128 / heads."""
-    return min(CAPTURED, key=lambda size: abs(size - MIN_GRID // heads))
+    wanted = MIN_GRID // heads
+    _, size = min((abs(size - wanted), size) for size in CAPTURED)
+    return size
 
 
 class UnifiedAttention(Backend):

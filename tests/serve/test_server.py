@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from server import Server
 from tests.serve.conftest import MODEL, metric, settled, within
+from vllm_kv_columns.bench.server import Server
 
 STORY = (
     "Once upon a time there was a lighthouse keeper who counted the ships that passed at night. "

@@ -5,7 +5,6 @@ with serving("path/to/model", "--max-model-len", "4096") as server:
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from .process import kill, session_processes
 
 __all__ = ["Server", "ServerStartError", "serving"]
 
@@ -68,15 +69,7 @@ class Server:
 
     def processes(self) -> list[int]:
         """Ids of the session's live processes: API server, engine, workers, also orphaned ones."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with suppress(OSError):
-                    # pid (name) state ppid pgrp session ...; the name may hold spaces and brackets
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                    if int(fields[3]) == self.process.pid and fields[0] not in "ZX":
-                        found.append(int(entry.name))
-        return sorted(found)
+        return session_processes(self.process.pid)
 
     def kv_resident_bytes(self) -> int:
         """Bytes of physical memory that the column store holds now; 0 for a server without one.
@@ -127,9 +120,7 @@ class Server:
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)
-        for pid in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.processes())
         self.process.wait()
         self._reader.join(5)
 
