@@ -11,7 +11,13 @@ __all__ = ["UnifiedAttention", "split_threshold"]
 MIN_GRID = 128  # vLLM's MIN_LAUNCH_GRID_SIZE_2D
 SEGMENTS = 16  # its NUM_PAR_SOFTMAX_SEGMENTS
 MAX_SPLIT_QUERY = 8  # its MAX_3D_QUERY_LEN
-CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # its default cudagraph_capture_sizes
+CAPTURED: tuple[int, ...] = (
+    1,
+    2,
+    4,
+    *range(8, 256, 8),
+    *range(256, 513, 16),
+)  # its default cudagraph_capture_sizes
 
 
 def split_threshold(heads: int) -> int:
