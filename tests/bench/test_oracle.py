@@ -27,9 +27,11 @@ def test_the_oracle_computes_what_the_reference_computes(one: Shape) -> None:
     assert isinstance(step, ColumnStep)
     step.begin()
     step.layer(1)
+    key_cache, value_cache = step._views[1]
     expected = sdpa_varlen_reference(
         step.problem.query.float(),
-        *(cache.float() for cache in step._views[1]),
+        key_cache.float(),
+        value_cache.float(),
         step._tables.seq_info,
         scale=step.problem.scale,
         window=one.window,
@@ -57,8 +59,9 @@ def attend_one_key_less(step: Step, index: int) -> None:
     assert isinstance(step, ColumnStep)
     info = step._tables.seq_info[at : at + 1].clone()
     info[0, 0], info[0, 1], info[0, 3] = 0, 1, step.problem.positions[row]
+    query, (key_cache, value_cache) = step.problem.query[row : row + 1], step._views[index]
     step.out[row] = sdpa_varlen_reference(
-        step.problem.query[row : row + 1], *step._views[index], info, scale=step.problem.scale
+        query, key_cache, value_cache, info, scale=step.problem.scale
     )[0]
 
 
