@@ -12,7 +12,7 @@ from .process import ChildError, run_child
 from .server import ENVIRONMENT, serving
 from .workloads import Load, Workload
 
-__all__ = ["serve_loads", "serve_workloads"]
+__all__ = ["load_server", "serve_loads", "serve_workloads"]
 
 OnRow = Callable[[Mapping[str, Any]], None]
 
@@ -40,27 +40,48 @@ def serve_loads(
     server does not start in ``timeout`` seconds.
     """
     with serving(engine.model, *engine.flags(), timeout=timeout) as server:
-        arguments = [_client(engine, server.url, load) for load in loads]
         try:
-            rows, _ = _run("load", json.dumps(arguments), engine.backend, timeout, on_row)
-            for row, load in zip(rows, loads, strict=True):
-                if row["completed"] != load.requests:
-                    raise ChildError(
-                        f"{engine.backend}: {row['completed']} of {load.requests} requests came "
-                        f"to an end at {load.rate:g}/s"
-                    )
+            return load_server(
+                server.url, engine.model, loads, timeout, on_row, what=engine.backend
+            )
         except ChildError as error:
             log = "\n    ".join(["its server printed:", *server.log()[-30:]])
             raise ChildError(f"{error}\n{log}") from error
+
+
+def load_server(
+    url: str,
+    model: str,
+    loads: Sequence[Load],
+    timeout: float,
+    on_row: OnRow,
+    *,
+    name: str | None = None,
+    what: str = "server",
+) -> list[dict[str, Any]]:
+    """Rows of the loads on a server that runs, from ``vllm bench serve``.
+
+    model: the folder, for its tokenizer. name: that the server gives the model, if another. Raises
+    ChildError, with ``what`` in front, if a request fails or time is up.
+    """
+    arguments = [_client(url, model, name or model, load) for load in loads]
+    rows, _ = _run("load", json.dumps(arguments), what, timeout, on_row)
+    for row, load in zip(rows, loads, strict=True):
+        if row["completed"] != load.requests:
+            raise ChildError(
+                f"{what}: {row['completed']} of {load.requests} requests came to an end at "
+                f"{load.rate:g}/s"
+            )
     return [{**asdict(load), **row} for load, row in zip(loads, rows, strict=True)]
 
 
-def _client(engine: Engine, url: str, load: Load) -> list[str]:
+def _client(url: str, model: str, name: str, load: Load) -> list[str]:
     """Arguments of ``vllm bench serve``."""
     return [
         *("--backend", "openai"),
         *("--base-url", url),
-        *("--model", engine.model),
+        *("--model", name),
+        *("--tokenizer", model),
         *("--dataset-name", "random"),
         *("--input-len", str(load.tokens_in)),
         *("--output-len", str(load.tokens_out)),
@@ -77,7 +98,7 @@ def _client(engine: Engine, url: str, load: Load) -> list[str]:
 
 
 def _run(
-    module: str, argument: str, backend: str, timeout: float, on_row: OnRow
+    module: str, argument: str, what: str, timeout: float, on_row: OnRow
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     ended: dict[str, Any] = {}
@@ -90,5 +111,5 @@ def _run(
             ended.update(json.loads(line.removeprefix(ENDED)))
 
     command = [sys.executable, "-m", f"{__package__}.{module}", argument]
-    run_child(command, f"{backend}, {module}", timeout, env=ENVIRONMENT, on_line=take)
+    run_child(command, f"{what}, {module}", timeout, env=ENVIRONMENT, on_line=take)
     return rows, ended

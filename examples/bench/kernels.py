@@ -1,6 +1,5 @@
 """The run of ``kernels``: every shape on every backend, checked and then timed."""
 
-import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -50,33 +49,34 @@ def run(
 ) -> list[ShapeResult]:
     """Measure. A backend that fails on a shape has its failure for a figure, and the run goes on.
 
-    seconds: of replays for each figure. report is called after each figure.
+    seconds: of replays for each figure. report is called after each figure. Raises
+    torch.OutOfMemoryError if the caches of the largest shape do not fit into device memory.
     """
     pool = make_pool(shapes, device)
     results = []
     for shape in shapes:
-        problem, result = Problem(shape, pool), ShapeResult(shape)
+        result = ShapeResult(shape)
         for backend in backends:
-            figure = result.figures[backend.name] = _figure(backend, problem, seconds, bound)
-            if device.type == "cuda":
-                gc.collect()  # graphs hold memory that the next backend may want
-                torch.cuda.empty_cache()
+            figure = result.figures[backend.name] = _figure(backend, shape, pool, seconds, bound)
             if report is not None:
                 report(shape, backend, figure)
         results.append(result)
     return results
 
 
-def _figure(backend: Backend, problem: Problem, seconds: float, bound: float) -> Figure:
+def _figure(
+    backend: Backend, shape: Shape, pool: torch.Tensor, seconds: float, bound: float
+) -> Figure:
     error = None
     try:
-        step = backend.step(problem)
+        if pool.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the graph before held
+        step = backend.step(Problem(shape, pool))
         error = check(step, bound)
         time = time_step(step, seconds)
     except WrongResult as wrong:
         return Figure(error=wrong.error, failure=f"not timed: {wrong}", wrong=True)
-    except Exception as problem_of_theirs:
-        lines = str(problem_of_theirs).strip().splitlines() or [""]
-        failure = f"{type(problem_of_theirs).__name__}: {lines[0][:300]}"
-        return Figure(error=error, failure=failure)
+    except Exception as failure:
+        lines = str(failure).strip().splitlines() or [""]
+        return Figure(error=error, failure=f"{type(failure).__name__}: {lines[0][:300]}")
     return Figure(us=time.us, spread=time.spread, error=error)

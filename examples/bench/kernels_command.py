@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
+from rich.console import Console
 
 from . import machine
 from .backend import Backend
 from .kernels import make_backend, run, sort_out
 from .results import Figure, ShapeResult, write_json
 from .shapes import Shape, select
-from .table import console, kernel_table, print_failures, print_machine, progress_bar
+from .table import Bar, console, kernel_table, print_failures, print_machine
 
 __all__ = ["kernels", "measure_and_show"]
 
@@ -54,14 +55,12 @@ def measure_and_show(
     if not found:
         out.print("none of the backends can run here")
         return 1
-    with progress_bar(out) as progress:
-        task = progress.add_task("", total=len(shapes) * len(found), at="filling memory")
-
-        def report(shape: Shape, backend: Backend, figure: Figure) -> None:
-            value = figure.failure if figure.us is None else f"{figure.us:.1f} us"
-            progress.update(task, advance=1, at=f"{shape.name}, {backend.name}: {value}")
-
-        results = run(shapes, found, device, seconds=args.seconds, bound=args.bound, report=report)
+    try:
+        results = _run(args, shapes, found, device, out)
+    except torch.OutOfMemoryError:
+        need = max(shape.pool_elements for shape in shapes) * 2 / 2**30
+        out.print(f"the caches need {need:.1f} GiB of free device memory: choose other --shapes")
+        return 1
     out.print(kernel_table(results))
     print_failures(out, results)
     if args.json:
@@ -77,6 +76,24 @@ def measure_and_show(
 
         plot_ratios(args.plot, results, f"{about['device']}, vLLM {about['vllm']}")
     return 0 if _ours_is_right(results) else 1
+
+
+def _run(
+    args: argparse.Namespace,
+    shapes: Sequence[Shape],
+    found: Sequence[Backend],
+    device: torch.device,
+    out: Console,
+) -> list[ShapeResult]:
+    """With a progress bar."""
+    with Bar(out, len(shapes) * len(found)) as bar:
+        bar.say("filling memory")
+
+        def report(shape: Shape, backend: Backend, figure: Figure) -> None:
+            value = figure.failure if figure.us is None else f"{figure.us:.1f} us"
+            bar.done(f"{shape.name}, {backend.name}: {value}")
+
+        return run(shapes, found, device, seconds=args.seconds, bound=args.bound, report=report)
 
 
 def _ours_is_right(results: Sequence[ShapeResult]) -> bool:

@@ -22,7 +22,8 @@ from .results import write_json
 from .serve_arguments import Plan, make_plan
 from .serve_table import load_table, workload_table
 from .server import ServerStartError
-from .table import console, print_machine, progress_bar
+from .table import Bar, console, print_machine
+from .workloads import Workload
 
 __all__ = ["merge_turns", "serve"]
 
@@ -73,8 +74,8 @@ def _measure_all(
 ) -> None:
     """Fill in what is found and what fails; keep is called after each turn of a backend."""
     runs = plan.turns * len(plan.workloads) + len(plan.loads)
-    with tempfile.TemporaryDirectory() as scratch, progress_bar(out) as progress:
-        task = progress.add_task("", total=runs * len(plan.backends), at="")
+    total = runs * len(plan.backends)
+    with tempfile.TemporaryDirectory() as scratch, Bar(out, total) as bar:
         if plan.model is None:
             write_llama(Path(scratch))
         for turn, backend in itertools.product(range(plan.turns), plan.backends):
@@ -82,9 +83,9 @@ def _measure_all(
                 continue
 
             def advance(what: str, backend: str = backend) -> None:
-                progress.update(task, advance=1, at=f"{backend}: {what}")
+                bar.done(f"{backend}: {what}")
 
-            progress.update(task, at=f"{backend}: starting")
+            bar.say(f"{backend}: starting")
             engine = _engine(args, plan, backend, plan.model or scratch)
             last = turn == plan.turns - 1
             try:
@@ -120,7 +121,8 @@ def _measure(
     if plan.workloads:
 
         def row(row: Mapping[str, Any]) -> None:
-            advance(f"{row['requests']} x ({row['tokens_in']} + {row['tokens_out']})")
+            one = Workload(row["requests"], row["tokens_in"], row["tokens_out"])
+            advance(f"{one}: {row['output_tokens_per_s']:.1f} tokens/s")
 
         turn = serve_workloads(engine, plan.workloads, args.rounds, args.timeout, row)
         result.setdefault("turns", []).append(turn)
@@ -128,7 +130,7 @@ def _measure(
     if plan.loads and last:
 
         def load(row: Mapping[str, Any]) -> None:
-            advance(f"{row['requests_per_s']:.1f} requests/s")
+            advance(f"{row['completed']} requests: {row['output_tokens_per_s']:.1f} tokens/s")
 
         result["loads"] = serve_loads(engine, plan.loads, args.timeout, load)
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from .results import ShapeResult
 
-__all__ = ["console", "kernel_table", "print_failures", "print_machine", "progress_bar"]
+__all__ = ["Bar", "console", "kernel_table", "print_failures", "print_machine"]
 
 
 def console(width: int | None = None, file: Any = None) -> Console:
@@ -21,16 +21,38 @@ def console(width: int | None = None, file: Any = None) -> Console:
     return out
 
 
-def progress_bar(out: Console) -> Progress:
-    """One that is gone in the end. The field ``at`` of a task says where it is."""
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[at]}", markup=False),
-        console=out,
-        transient=True,
-    )
+class Bar:
+    """A progress bar that is gone in the end; where there is no terminal, a line for each step."""
+
+    def __init__(self, out: Console, total: int) -> None:
+        self._out = out
+        self._progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[at]}", markup=False),
+            console=out,
+            transient=True,
+            disable=not out.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=total, at="")
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def say(self, what: str) -> None:
+        """What goes on now."""
+        self._progress.update(self._task, at=what)
+
+    def done(self, what: str) -> None:
+        """One step more, and what came of it."""
+        self._progress.update(self._task, advance=1, at=what)
+        if not self._out.is_terminal:
+            self._out.print(what, markup=False)
 
 
 def print_machine(

@@ -103,6 +103,20 @@ def test_json_names_command_machine_anchors_and_what_was_measured(tmp_path: Path
     assert 0 < shape["error"]["ours"] < 1e-2
 
 
+def test_caches_that_do_not_fit_end_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernels_command, "run", full)
+    args = argparse.Namespace(seconds=0.01, bound=1e-2, json=tmp_path / "f", plot=None, line="")
+    backends = [Columns("torch-sdpa")]
+    assert kernels_command.measure_and_show(args, SHAPES[:1], backends, CPU) == 1
+    assert "the caches need 8.1 GiB of free device memory" in capsys.readouterr().out
+    assert not (tmp_path / "f").exists()
+
+
 def made_up() -> list[ShapeResult]:
     decode, prefill = SHAPES[0], SHAPES[7]
     return [
