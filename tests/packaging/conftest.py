@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("plugin", "attention_backend", "kv_manager")
+PARTS = {  # folder of each part of the package
+    "plugin": "plugin",
+    "attention_backend": "attention_backend",
+    "kv_manager": "kv_manager",
+    "bench": "examples/bench",
+}
 
 
 def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -29,8 +34,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
-    for part in PARTS:
-        shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in PARTS.values():
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, ignore=without)
     out = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source)
     (built,) = out.glob("*.whl")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from server import Server, serving
+from vllm_kv_columns.bench.server import Server, serving
 
 MODEL = "smollm2"
 ARGUMENTS = [

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from server import ServerStartError, serving
+from vllm_kv_columns.bench.server import ServerStartError, serving
 
 REFUSED = {
     "quantized cache": (

@@ -11,8 +11,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from server import Server
 from tests.serve.conftest import MODEL, metric, settled, within
+from vllm_kv_columns.bench.children import load_server
+from vllm_kv_columns.bench.process import ChildError
+from vllm_kv_columns.bench.server import Server
+from vllm_kv_columns.bench.workloads import Load
 
 STORY = (
     "Once upon a time there was a lighthouse keeper who counted the ships that passed at night. "
@@ -174,3 +177,20 @@ def test_sigterm_in_the_middle_of_a_request_leaves_no_process(
     stream.close()
     assert server.process.wait(30) == 0
     assert within(5, lambda: server.processes() == [])
+
+
+def test_the_load_of_the_benchmark_is_served(server: Server, smollm2: Path) -> None:
+    loads = [Load(20, 5, 16, 4), Load(5, 3, 24, 2)]
+    first, second = load_server(server.url, str(smollm2), loads, 200, lambda row: None, name=MODEL)
+    assert (first["completed"], first["failed"], first["rate"]) == (5, 0, 20)
+    assert 0 < first["itl_ms_mean"] <= first["itl_ms_p99"]
+    assert 0 < first["ttft_ms_mean"] <= first["ttft_ms_p99"]
+    assert first["output_tokens_per_s"] == pytest.approx(5 * 4 / first["seconds"])
+    assert second["total_tokens_per_s"] == pytest.approx(3 * (24 + 2) / second["seconds"])
+
+
+def test_a_load_that_is_refused_is_an_error(server: Server, smollm2: Path) -> None:
+    with pytest.raises(ChildError, match="server: 0 of 2 requests came to an end at 9/s"):
+        load_server(
+            server.url, str(smollm2), [Load(9, 2, 9, 2)], 200, lambda row: None, name="nobody"
+        )

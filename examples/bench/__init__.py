@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m vllm_kv_columns.bench kernels``, or ``serve``."""

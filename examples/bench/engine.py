@@ -1,0 +1,63 @@
+"""How every backend is run: the same engine options, in a process or as a server."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .workloads import OURS, STOCK
+
+__all__ = ["Engine"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model on a backend, with vLLM's defaults but for what all backends must have alike.
+
+    backend: a name of vLLM's, or STOCK for its own choice. dummy: random weights.
+    """
+
+    backend: str
+    model: str
+    dummy: bool
+    gpu: bool
+    utilization: float = 0.8
+    max_seqs: int = 256
+    eager: bool = False
+    dtype: str = "auto"
+
+    @property
+    def ours(self) -> bool:
+        return self.backend == OURS
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM``."""
+        found: dict[str, Any] = {
+            "dtype": self.dtype,
+            "max_num_seqs": self.max_seqs,
+            "enable_prefix_caching": False,
+        }
+        if self.gpu:
+            found |= {
+                "max_model_len": 16_384,
+                "max_num_batched_tokens": 8192,
+                "gpu_memory_utilization": self.utilization,
+            }
+        else:
+            found |= {"max_model_len": 4096, "kv_cache_memory_bytes": 2 << 30}
+        if self.dummy:
+            found["load_format"] = "dummy"
+        if self.eager:
+            found["enforce_eager"] = True
+        if self.backend != STOCK:
+            found["attention_backend"] = self.backend
+        return found
+
+    def flags(self) -> list[str]:
+        """The same for ``vllm serve``."""
+        flags = []
+        for name, value in self.options().items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", str(value)]
+        return flags

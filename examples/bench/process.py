@@ -1,0 +1,91 @@
+"""Child processes that end: by themselves, or by a limit of time."""
+
+import os
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["ChildError", "kill", "run_child", "session_processes"]
+
+KEPT_LINES = 2000
+SHOWN_LINES = 40
+
+
+class ChildError(RuntimeError):
+    """A child failed or took too long. The message ends with the last lines that it printed."""
+
+
+def session_processes(leader: int) -> list[int]:
+    """Ids of the live processes of a session, orphaned ones too."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                # pid (name) state ppid pgrp session ...; the name may hold spaces and brackets
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == leader and fields[0] not in "ZX":
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+def kill(processes: Iterable[int]) -> None:
+    """SIGKILL to each that is still there."""
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def run_child(
+    command: Sequence[str],
+    what: str,
+    timeout: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> list[str]:
+    """Run a command to its end and return the last 2000 lines that it printed.
+
+    It leads a session of its own, of which no process is left in the end. on_line is called from
+    another thread with each line. Raises ChildError, which names ``what``, if the command ends
+    with a status other than 0 or runs for longer than ``timeout`` seconds.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as output:
+            for line in output:
+                lines.append(line.rstrip())
+                if on_line is not None:
+                    on_line(line.rstrip())
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reason = None
+    try:
+        process.wait(timeout)
+        if process.returncode:
+            reason = f"{what} ended with status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        reason = f"{what} was not done in {timeout:.0f} s"
+    finally:
+        kill(session_processes(process.pid))
+        process.wait()
+        reader.join(5)
+    if reason is not None:
+        raise ChildError("\n    ".join([reason + ":", *list(lines)[-SHOWN_LINES:]]))
+    return list(lines)
