@@ -107,7 +107,8 @@ class CacheConfig:
     max_seqs: sequences that live at once. capacity: most tokens of one sequence. max_write: most
     tokens that one step writes for one sequence. page_size: bytes, a power of two and a multiple
     of 4096. budget_bytes: bound on committed memory, scratch column included. growth_rows: rows
-    are backed in multiples of this. ahead_rows: rows that a column may have backed ahead of need,
+    are backed in multiples of this. ring_tile: rings have a multiple of so many rows, for kernels
+    that read tiles which must not lap a ring. ahead_rows: rows that a column may have backed ahead of need,
     counted as its own (``RegionGeometry.pages_for``), so that a store can grow it before it waits.
     """
 
@@ -119,9 +120,10 @@ class CacheConfig:
     budget_bytes: int
     growth_rows: int = 1
     ahead_rows: int = 0
+    ring_tile: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_seqs", "capacity", "max_write", "growth_rows"):
+        for name in ("max_seqs", "capacity", "max_write", "growth_rows", "ring_tile"):
             _at_least("CacheConfig", name, getattr(self, name), 1)
         _at_least("CacheConfig", "budget_bytes", self.budget_bytes, 0)
         _at_least("CacheConfig", "ahead_rows", self.ahead_rows, 0)

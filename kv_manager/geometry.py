@@ -232,13 +232,16 @@ class CacheGeometry:
 
 def _regions_of(group: LayerGroup, config: CacheConfig) -> list[RegionGeometry]:
     step = group.layers_per_region or len(group.layers)
+    rows = group.policy.rows(config.capacity, config.max_write)
+    if group.policy.window is not None:
+        rows = _ceil_div(rows, config.ring_tile) * config.ring_tile
     chunks = [group.layers[i : i + step] for i in range(0, len(group.layers), step)]
     return [
         RegionGeometry(
             name=group.name if len(chunks) == 1 else f"{group.name}.{i}",
             layers=chunk,
             policy=group.policy,
-            rows=group.policy.rows(config.capacity, config.max_write),
+            rows=rows,
             cols=config.max_seqs + 1,
             num_kv_heads=group.num_kv_heads,
             head_size=group.head_size,

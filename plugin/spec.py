@@ -27,6 +27,9 @@ __all__ = ["ColumnSpec", "column_specs", "register"]
 COLUMN_ALIGNMENT = 128
 """vLLM wants block sizes in multiples of this many tokens."""
 
+RING_TILE = 128
+"""Rows of rings are a multiple of this on a GPU: the largest tile of keys of a kernel."""
+
 UNBOUNDED = 1 << 62
 """Bytes: vLLM's block pool keeps the budget, and it has no size yet when the specs are made."""
 
@@ -114,6 +117,7 @@ def column_specs(
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     options = ColumnOptions.of(vllm_config)
+    compact = vllm_config.device_config.device_type == "cpu"
     capacity = vllm_config.model_config.max_model_len
     groups: dict[tuple[int | None, int, int, str], list[str]] = {}
     for layer, spec in specs.items():
@@ -143,6 +147,7 @@ def column_specs(
         budget_bytes=UNBOUNDED,
         ahead_rows=options.ahead_rows,
         growth_rows=cache.block_size if cache.user_specified_block_size else 1,
+        ring_tile=1 if compact else RING_TILE,
     )
     geometry = CacheGeometry.of(config)
     block_size = -(-capacity // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
@@ -155,7 +160,7 @@ def column_specs(
             cache=config,
             rows=region.rows,
             window=region.policy.window,
-            compact=vllm_config.device_config.device_type == "cpu",
+            compact=compact,
         )
         for region in geometry.regions
         for layer in region.layers

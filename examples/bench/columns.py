@@ -57,7 +57,11 @@ class ColumnStep(Step):
     def begin(self) -> None:
         shape = self.problem.shape
         self._step = self._kernel.prepare(
-            self._tables, rows=shape.rows, window=shape.window, causal=True
+            self._tables,
+            rows=shape.rows,
+            window=shape.window,
+            causal=True,
+            max_q_len=max(q_len for q_len, _ in shape.lengths),
         )
 
     def layer(self, index: int) -> None:

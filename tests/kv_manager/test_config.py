@@ -86,6 +86,7 @@ def test_ring_rows_suffice_and_one_less_does_not(window: int, max_write: int, st
         ("max_write", -3, "max_write is -3"),
         ("growth_rows", 1.5, "growth_rows is 1.5; it must be an integer"),
         ("budget_bytes", -1, "budget_bytes is -1"),
+        ("ring_tile", 0, "ring_tile is 0; it must be an integer of at least 1"),
         ("ahead_rows", -1, "ahead_rows is -1; it must be an integer of at least 0"),
         ("page_size", 2048, "page_size is 2048; it must be an integer of at least 4096"),
         ("page_size", 3 * PAGE, "page_size is 12288; it must be a power of two"),

@@ -56,6 +56,13 @@ def test_pages_of_a_ring_stop_growing_with_its_rows() -> None:
     assert [region.pages_for(n) for n in (0, 1, 7, 8, 9, 41)] == [0, 1, 5, 5, 5, 5]
 
 
+def test_rings_have_whole_tiles_and_flat_columns_only_their_rows() -> None:
+    made = CacheGeometry.of(config(flat_group(), ring_group(5), ring_tile=16))
+    assert [region.rows for region in made.regions] == [41, 16]
+    ring = made.regions[1]
+    assert ring.policy.floor(16, ring.rows) == 0 and ring.policy.floor(17, ring.rows) == 5
+
+
 def test_growth_rows_round_the_backed_rows_up() -> None:
     region = CacheGeometry.of(config(flat_group(), growth_rows=16)).regions[0]
     assert [region.pages_for(n) for n in (0, 1, 16, 17, 33)] == [0, 4, 4, 8, 10]
