@@ -107,9 +107,9 @@ class CacheConfig:
     max_seqs: sequences that live at once. capacity: most tokens of one sequence. max_write: most
     tokens that one step writes for one sequence. page_size: bytes, a power of two and a multiple
     of 4096. budget_bytes: bound on committed memory, scratch column included. growth_rows: rows
-    are backed in multiples of this. ring_tile: rings have a multiple of so many rows, for kernels
-    that read tiles which must not lap a ring. ahead_rows: rows that a column may have backed ahead of need,
+    are backed in multiples of this. ahead_rows: rows that a column may have backed ahead of need,
     counted as its own (``RegionGeometry.pages_for``), so that a store can grow it before it waits.
+    ring_tile: rings have a multiple of so many rows, for kernels whose tiles must not lap a ring.
     """
 
     max_seqs: int
