@@ -70,7 +70,7 @@ def load_server(
         if row["completed"] != load.requests:
             raise ChildError(
                 f"{what}: {row['completed']} of {load.requests} requests came to an end at "
-                f"{load.rate:g}/s"
+                f"{load.rate:g}/s; the first error: {row['error']}"
             )
     return [{**asdict(load), **row} for load, row in zip(loads, rows, strict=True)]
 

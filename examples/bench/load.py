@@ -38,7 +38,9 @@ def main(text: str) -> None:
     add_cli_args(parser)
     for arguments in json.loads(text):
         result = bench_serve(parser.parse_args(arguments))
-        print(ROW + json.dumps({name: result.get(key) for key, name in KEPT.items()}), flush=True)
+        row = {name: result.get(key) for key, name in KEPT.items()}
+        row["error"] = next((error for error in result.get("errors", ()) if error), None)
+        print(ROW + json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
