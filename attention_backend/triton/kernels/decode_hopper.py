@@ -129,7 +129,7 @@ def _produce(
     left = gl.load(pieces + run * 8 + 2)
     count = 0
     while left > 0:
-        seg, _, q_len, col, kv_end, n_tiles = _find(
+        seg, _q_start, q_len, col, kv_end, n_tiles = _find(
             seg, S, seq_info, info_s, info_c, window, G, ROWS, KEYS
         )
         take = gl.minimum(n_tiles - tile, left)
@@ -137,7 +137,7 @@ def _produce(
             tile, take, q_len, kv_end, rows, window, KEYS, BN, WINDOWED
         )
         for i in range(n):
-            _, _, row = _box(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
+            _start, _low, row = _box(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
             _bring(k_desc, boxes, full, empty, count, col, head, row, HB, BN, D, STAGES)
             _bring(v_desc, boxes, full, empty, count + 1, col, head, row, HB, BN, D, STAGES)
             count += 2
@@ -162,7 +162,8 @@ def _put(
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """Columns column .. column + C of the rows of all heads, to out if whole, else to the part."""
-    h, row, dim = _axes(values.type.layout, HB, _ROWS, C)
+    layout: gl.constexpr = values.type.layout
+    h, row, dim = _axes(layout, HB, _ROWS, C)
     inside = row < q_len * G
     if whole:
         token = q_start + row // G
@@ -214,13 +215,14 @@ def _finish(
     if whole:
         acc = acc / gl.where(all_of > 0, all_of, 1.0)[:, :, None]
     else:
-        row = gl.arange(0, _ROWS, gl.SliceLayout(0, top.type.layout))[None, :]
-        h = gl.arange(0, HB, gl.SliceLayout(1, top.type.layout))[:, None]
+        sums: gl.constexpr = top.type.layout
+        row = gl.arange(0, _ROWS, gl.SliceLayout(0, sums))[None, :]
+        h = gl.arange(0, HB, gl.SliceLayout(1, sums))[:, None]
         part = 2 * (run * H + head + h) + is_first
         at = part_sums + part * 2 * ROWS + row
         inside = row < q_len * G
         gl.store(at, top * scale, mask=inside)
-        gl.store(at + ROWS, gl.convert_layout(total, top.type.layout), mask=inside)
+        gl.store(at + ROWS, gl.convert_layout(total, sums), mask=inside)
     if KS > 1:
         # By quarters: a sum over warps goes through shared memory.
         C: gl.constexpr = D // 4
@@ -259,7 +261,6 @@ def _combine(
     sums: gl.constexpr = gl.SliceLayout(3, L)
     i = gl.arange(0, BP, gl.SliceLayout(1, gl.SliceLayout(2, sums)))[:, None][:, :, None]
     h, r, dim = _axes(L3, HB, RB, D)
-    h_sums, r_sums, _ = _axes(sums, BP, HB, RB)
     r_sums = gl.arange(0, RB, gl.SliceLayout(0, gl.SliceLayout(1, sums)))[None, :][:, None, :]
     h_sums = gl.arange(0, HB, gl.SliceLayout(0, gl.SliceLayout(2, sums)))[None, :][:, :, None]
     for begin_row in range(0, q_len * G, RB):
@@ -427,12 +428,12 @@ def _consume(
     q_h_at = (head + warp // KS) * G + q_row % G
     s_warp, s_row, s_key = _axes(L, WARPS, _ROWS, KW)
     s_key = s_warp % KS * KW + s_key
-    v_warp, v_key, _ = _axes(right_side, WARPS, KW, D)
+    v_warp, v_key, _dims = _axes(right_side, WARPS, KW, D)
     v_key = v_warp % KS * KW + v_key
 
     count = 0
     while left > 0:
-        seg, q_start, q_len, _, kv_end, n_tiles = _find(
+        seg, q_start, q_len, _col, kv_end, n_tiles = _find(
             seg, S, seq_info, info_s, info_c, window, G, ROWS, KEYS
         )
         take = gl.minimum(n_tiles - tile, left)
@@ -448,7 +449,7 @@ def _consume(
         top = gl.full([WARPS, _ROWS], float("-inf"), gl.float32, rows_of)
         total = gl.full([WARPS, _ROWS], 0.0, gl.float32, rows_of)
         for i in range(n):
-            start, low, _ = _box(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
+            start, low, _row = _box(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
             stage = count % STAGES
             phase = (count // STAGES) & 1
             mbarrier.wait(full.index(stage), phase)
