@@ -28,8 +28,8 @@ class Buffers:
         self.cut, self.dims, self.tokens, self.segments = cut, dims, tokens, segments
         self.max_tiles = cut.max_long_tiles(tokens, segments)
         gaps = -(-tokens // GAP_ROWS)
-        programs = cut.runs * cut.heads
-        sizes = (cut.runs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, programs)
+        programs = cut.most_runs * cut.heads
+        sizes = (cut.most_runs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, programs)
         numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.pieces, self.tiles, self.live, self.gaps, self.arrivals = numbers.split(sizes)
         parts = 2 * programs * cut.short_rows

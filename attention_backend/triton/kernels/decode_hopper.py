@@ -198,16 +198,12 @@ def _finish(
     rows_of: gl.constexpr = top.type.layout
     if KS > 1:
         most = gl.max(gl.reshape(top, [HB, KS, _ROWS]), 1)
-        shared = gl.reshape(
-            gl.expand_dims(most, 1).broadcast_to([HB, KS, _ROWS]), [WARPS, _ROWS]
-        )
+        shared = gl.reshape(gl.expand_dims(most, 1).broadcast_to([HB, KS, _ROWS]), [WARPS, _ROWS])
         shared = gl.convert_layout(shared, rows_of)
         fade = gl.where(shared == float("-inf"), 0.0, gl.exp2((top - shared) * scale))
         total = gl.sum(gl.reshape(total * fade, [HB, KS, _ROWS]), 1)
         top = most
-        all_of = gl.reshape(
-            gl.expand_dims(total, 1).broadcast_to([HB, KS, _ROWS]), [WARPS, _ROWS]
-        )
+        all_of = gl.reshape(gl.expand_dims(total, 1).broadcast_to([HB, KS, _ROWS]), [WARPS, _ROWS])
         all_of = gl.convert_layout(all_of, rows_of)
         acc = acc * fade[:, :, None]
     else:
@@ -272,9 +268,7 @@ def _combine(
             j = first + (at + i) * step
             there = (at + i < n) & (row < q_len * G)
             part = 2 * ((owner + j) * H + head + h_sums) + (j == 0).to(gl.int32)
-            tops = gl.load(
-                part_sums + part * 2 * ROWS + row, mask=there, other=float("-inf")
-            )
+            tops = gl.load(part_sums + part * 2 * ROWS + row, mask=there, other=float("-inf"))
             totals = gl.load(part_sums + part * 2 * ROWS + ROWS + row, mask=there, other=0.0)
             place = gl.expand_dims((part * ROWS + row) * D, 3)
             values = gl.load(
@@ -403,8 +397,6 @@ def _consume(
     RB: gl.constexpr,
     BP: gl.constexpr,
     BG: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    FIRST: gl.constexpr,
 ):
     boxes, full, empty = ring
     seq_info, pieces, info_s, info_c, S, T, rows, window = table
@@ -440,6 +432,7 @@ def _consume(
         begin, turn, end, zero, n_old, n = _sections(
             tile, take, q_len, kv_end, rows, window, KEYS, BN, WINDOWED
         )
+        q_len = gl.where(n_tiles > 0, q_len, 0)
         token = q_start + q_row // G
         q_at = query + token.to(gl.int64) * q_t + q_h_at.to(gl.int64) * q_h + q_dim
         q = gl.load(q_at, mask=(q_row < q_len * G) & (token < T), other=0.0)
@@ -504,8 +497,6 @@ def _consume(
         left = gl.where(n_tiles > 0, left - take, 0)
         tile = tile * 0
         seg += 1
-    if not FIRST:
-        after_earlier_kernels(OVERLAP)
     _zero_rows(out, live, gaps, T, o_t, o_h, H * G, D, WARPS, BG)
 
 
@@ -549,7 +540,6 @@ def attend_decodes_hopper(
     BP: gl.constexpr,
     BG: gl.constexpr,
     OVERLAP: gl.constexpr,
-    FIRST: gl.constexpr,
 ):
     """``attend_short`` for segments of at most 16 rows a KV head; there may be no others.
 
@@ -559,9 +549,8 @@ def attend_decodes_hopper(
     gl.static_assert(H % HB == 0 and WARPS % HB == 0)
     dtype: gl.constexpr = k_desc.dtype
     BN: gl.constexpr = KW * (WARPS // HB)
-    if FIRST:
-        after_earlier_kernels(OVERLAP)
-        let_later_kernels_start(OVERLAP)
+    after_earlier_kernels(OVERLAP)
+    let_later_kernels_start(OVERLAP)
     boxes = gl.allocate_shared_memory(dtype, [STAGES, 1, HB, BN, D], k_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -577,7 +566,7 @@ def attend_decodes_hopper(
         [
             (_consume, (ring, table, ends, counts, scale,
                         H, G, D, HB, KW, WARPS, STAGES, ROWS, KEYS, CAUSAL, WINDOWED,
-                        RB, BP, BG, OVERLAP, FIRST)),
+                        RB, BP, BG)),
             (_produce, (k_desc, v_desc, ring, table,
                         H, G, D, HB, BN, STAGES, ROWS, KEYS, WINDOWED)),
         ],
