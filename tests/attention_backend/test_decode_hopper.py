@@ -1,0 +1,167 @@
+"""The choice of the decodes' kernel for Hopper, and that kernel compiled for a GPU not there."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kv_columns.attention_backend.triton.config import (
+    Cut,
+    HopperDecode,
+    choose_hopper_decode,
+    choose_tiles,
+)
+
+from .interpreter import INTERPRETED
+
+HOPPER, SHARED, REGISTERS = (9, 0), 227 << 10, 1 << 16
+
+
+def cut_of(heads: int, group: int, head_size: int, capability: tuple[int, int] = HOPPER) -> Cut:
+    return choose_tiles(heads, group, head_size, 2, 132, capability=capability).cut
+
+
+def chosen(
+    heads: int,
+    group: int,
+    head_size: int,
+    *,
+    capability: tuple[int, int] = HOPPER,
+    element_size: int = 2,
+    negate: bool = False,
+) -> HopperDecode | None:
+    cut = cut_of(heads, group, head_size, capability)
+    return choose_hopper_decode(capability, cut, head_size, element_size, negate)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 16, 40])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_a_run_has_a_program_for_each_block_of_heads_and_all_fit_at_once(
+    heads: int, head_size: int
+) -> None:
+    cut, tiles = cut_of(heads, 4, head_size), chosen(heads, 4, head_size)
+    assert tiles is not None
+    assert heads % tiles.heads == 0 and tiles.warps % tiles.heads == 0
+    programs = cut.runs * heads // tiles.heads
+    assert 132 - heads // tiles.heads < programs <= 132
+    assert tiles.stages * tiles.warps * tiles.keys * head_size * 2 < SHARED - (17 << 10)
+    assert tiles.keys % 16 == 0
+    assert cut.most_runs == max(cut.runs, cut.draft_runs)
+
+
+def test_only_runs_differ_from_the_cut_of_other_devices() -> None:
+    from dataclasses import replace
+
+    for heads, group, head_size in ((8, 4, 128), (1, 8, 64), (8, 4, 256), (8, 32, 128)):
+        plain, ours = (cut_of(heads, group, head_size, at) for at in ((8, 0), HOPPER))
+        assert replace(ours, runs=plain.runs, min_tiles=plain.min_tiles) == plain
+        assert chosen(heads, group, head_size) is not None or ours == plain
+
+
+def test_the_schedule_of_a_device_serves_all_dtypes() -> None:
+    for size in (64, 128, 256):
+        assert choose_tiles(8, 4, size, 4, 132, capability=HOPPER).cut == cut_of(8, 4, size)
+
+
+def test_other_shapes_and_devices_keep_the_plain_kernel() -> None:
+    assert chosen(8, 4, 128) is not None
+    for capability in ((0, 0), (8, 0), (8, 9), (10, 0), (12, 0)):
+        assert chosen(8, 4, 128, capability=capability) is None
+    assert chosen(8, 4, 128, element_size=4) is None
+    assert chosen(8, 4, 128, negate=True) is None
+    assert chosen(8, 17, 128) is None
+    assert chosen(8, 4, 256) is None
+    assert chosen(8, 4, 80) is None
+
+
+def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: bool) -> Any:
+    """The kernel as a launch with aligned tensors and strides would compile it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from vllm_kv_columns.attention_backend.triton.hopper_decode import HopperDecodeLaunch
+    from vllm_kv_columns.attention_backend.triton.kernels import decode_hopper
+
+    tiles = chosen(heads, group, head_size)
+    assert tiles is not None
+    launch = HopperDecodeLaunch(
+        tiles,
+        cut_of(heads, group, head_size),
+        head_size,
+        torch.bfloat16,
+        windowed=windowed,
+        causal=causal,
+        overlap={"OVERLAP": True},
+    )
+    cache = torch.empty(256, 2, heads, head_size, dtype=torch.bfloat16)
+    made = launch.descriptors.of(cache)
+    assert made is not None and made.shape == [2, heads, 256, head_size]
+    constants = {"info_c": 1, **launch.constants}
+    numbers = ("seq_info", "pieces", "live", "gaps", "arrivals")
+    kinds = {
+        **dict.fromkeys(("query", "out"), "*bf16"),
+        **dict.fromkeys(("part_acc", "part_sums"), "*fp32"),
+        **dict.fromkeys(numbers, "*i32"),
+        **dict.fromkeys(
+            ("k_desc", "v_desc"),
+            f"tensordesc<bf16{made.block_shape},{made.layout!r}>",
+        ),
+        "scale": "fp32",
+    }
+    aligned = ("query", "out", "seq_info", "pieces", "part_acc", "q_t", "q_h", "o_t", "o_h")
+    kernel = decode_hopper.attend_decodes_hopper
+    signature, values, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(i,)] = "constexpr", constants[name]
+            continue
+        signature[name] = kinds.get(name, "i32")
+        if name in aligned:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {name: constants[name] for name in ("num_warps", "enable_fp_fusion")}
+    source = GluonASTSource(kernel, signature, values, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted functions are not compiled")
+@pytest.mark.parametrize(
+    "heads, group, head_size, windowed, causal",
+    [
+        (8, 4, 128, False, True),
+        (8, 4, 128, True, False),
+        (1, 8, 128, True, True),
+        (8, 8, 64, False, True),
+    ],
+    ids=str,
+)
+def test_the_kernel_compiles_for_hopper_and_keeps_all_in_registers(
+    heads: int, group: int, head_size: int, windowed: bool, causal: bool, tmp_path: Path
+) -> None:
+    from triton import knobs
+
+    made = compiled(heads, group, head_size, windowed, causal)
+    assert made.metadata.shared < SHARED and made.metadata.num_warps == 12
+    text = made.asm["ptx"]
+    for instruction in (
+        r"mma\.sync\.aligned\.m16n8k16",
+        r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans",
+        r"cp\.async\.bulk\.tensor\.4d",
+        r"griddepcontrol\.wait",
+    ):
+        assert re.search(instruction, text), instruction
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(made.asm["cubin"])
+    usage = subprocess.run(
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None
+    registers, stack = map(int, found.groups())
+    assert stack == 0 and registers * 32 * made.metadata.num_warps <= REGISTERS
