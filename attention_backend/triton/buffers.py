@@ -18,8 +18,8 @@ class Buffers:
     pieces: int32 [runs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens]; gaps: int32
     [tokens / GAP_ROWS]; arrivals: int32 [runs * heads], zero whenever no kernel runs;
     part_acc: float32 [2 * runs * heads, short_rows, dims]; part_sums: float32
-    [2 * runs * heads, 2, short_rows]. ``owner`` is the step whose schedule they hold, None for none; ``drafts``: made for a step
-    that may have drafts.
+    [2 * runs * heads, 2, short_rows], where runs are the most of any step. ``owner`` is the step
+    whose schedule they hold, None for none; ``drafts``: made for a step that may have drafts.
     """
 
     def __init__(

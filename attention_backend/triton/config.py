@@ -109,11 +109,12 @@ def choose_tiles(
     """Tiles for layers of a shape on a device of so many multiprocessors.
 
     Short segments are bound by memory: several programs a multiprocessor, each with two tiles of
-    K and V (16 KiB each at 2 bytes an element) on their way while it computes on a third. Long
-    ones are bound by the tensor cores: tiles as large as registers allow, fewer keys with a
-    window, of whose edges a wide tile hides more. Where decodes have a kernel for Hopper, runs are cut for
-    that: one of its programs a multiprocessor, each for a block of heads. At 4 bytes an element there are no tensor cores,
-    as products are not rounded to TF32, and operands stay in registers: small tiles.
+    K and V (16 KiB each at 2 bytes an element) on their way while it computes on a third. Where
+    decodes have a kernel for Hopper, their runs are cut for that: one of its programs a
+    multiprocessor, each for a block of heads. Long segments are bound by the tensor cores: tiles as
+    large as registers allow, fewer keys with a window, of whose edges a wide tile hides more. At 4
+    bytes an element there are no tensor cores, as products are not rounded to TF32, and operands
+    stay in registers: small tiles.
     """
     dims = max(16, power_of_two(head_size))
     wide = dims > 128
@@ -219,7 +220,7 @@ def _streams(capability: tuple[int, int], head_size: int, small_rows: int) -> bo
 def choose_hopper_decode(
     capability: tuple[int, int], cut: Cut, head_size: int, element_size: int, negate: bool
 ) -> HopperDecode | None:
-    """The decodes' kernel for layers of a shape on a device of that capability; None: not for these.
+    """The decodes' kernel for layers of a shape on a device; None: not for these.
 
     Boxes of 32 KiB, of which six are on their way or in use: at 4.4 TB/s a multiprocessor needs 27
     KiB on their way to hide 0.8 us. With 256 numbers a row, query and result do not fit registers.

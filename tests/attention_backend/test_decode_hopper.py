@@ -1,8 +1,11 @@
 """The choice of the decodes' kernel for Hopper, and that kernel compiled for a GPU not there."""
 
+import random
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,8 +56,6 @@ def test_a_run_has_a_program_for_each_block_of_heads_and_all_fit_at_once(
 
 
 def test_only_runs_differ_from_the_cut_of_other_devices() -> None:
-    from dataclasses import replace
-
     for heads, group, head_size in ((8, 4, 128), (1, 8, 64), (8, 4, 256), (8, 32, 128)):
         plain, ours = (cut_of(heads, group, head_size, at) for at in ((8, 0), HOPPER))
         assert replace(ours, runs=plain.runs, min_tiles=plain.min_tiles) == plain
@@ -75,6 +76,42 @@ def test_other_shapes_and_devices_keep_the_plain_kernel() -> None:
     assert chosen(8, 17, 128) is None
     assert chosen(8, 4, 256) is None
     assert chosen(8, 4, 80) is None
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_boxes_bring_each_key_once_and_touch_nothing_beyond_the_last(
+    windowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_kv_columns.attention_backend.triton.kernels import decode_hopper
+
+    numbers = SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b)
+    monkeypatch.setattr(decode_hopper, "gl", numbers)
+    monkeypatch.setattr(
+        decode_hopper, "first_key", lambda q_len, end, window: max(end - q_len - window + 1, 0)
+    )
+    sections, box = decode_hopper._sections.fn, decode_hopper._box.fn
+    rng = random.Random(0)
+    for _ in range(2000):
+        size, tile_keys = rng.choice((16, 32, 64, 128)), rng.choice((16, 32, 64))
+        kv_end, q_len = rng.randint(1, 500), rng.randint(1, 4)
+        window = rng.randint(1, 300) if windowed else 1 << 30
+        rows = window + q_len - 1 + rng.randint(0, 90) if windowed else kv_end + rng.randint(0, 9)
+        first = max(kv_end - q_len - window + 1, 0)
+        tiles = -(-(kv_end - first) // tile_keys)
+        tile = rng.randrange(tiles)
+        take = rng.randint(1, tiles - tile)
+        at = sections(tile, take, q_len, kv_end, rows, window, tile_keys, size, windowed)
+        begin, turn, end, zero, n_old, n = at
+        brought = []
+        for i in range(n):
+            start, low, row = box(i, begin, turn, end, zero, n_old, rows, size, windowed)
+            for key in range(low, start + size):
+                assert 0 <= row + key - start == key % rows
+                brought.append(key)
+            if kv_end <= rows:
+                assert row + size <= kv_end
+        stop = min(first + (tile + take) * tile_keys, kv_end)
+        assert brought == list(range(first + tile * tile_keys, stop))
 
 
 def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: bool) -> Any:

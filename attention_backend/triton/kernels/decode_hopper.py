@@ -121,7 +121,7 @@ def _produce(
     WINDOWED: gl.constexpr,
 ):
     boxes, full, empty = ring
-    seq_info, pieces, info_s, info_c, S, T, rows, window = table
+    seq_info, pieces, info_s, info_c, S, _, rows, window = table
     run = gl.program_id(0) // (H // HB)
     head = gl.program_id(0) % (H // HB) * HB
     seg = gl.load(pieces + run * 8)
@@ -193,7 +193,7 @@ def _finish(
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """Write the result, or leave it as a part: of a head whose keys warps share, added up."""
-    query, out, part_acc, part_sums, q_t, q_h, o_t, o_h = ends
+    _, out, part_acc, part_sums, _, _, o_t, o_h = ends
     KS: gl.constexpr = WARPS // HB
     rows_of: gl.constexpr = top.type.layout
     if KS > 1:
@@ -248,7 +248,7 @@ def _combine(
 
     To out if final, else to where the first one was.
     """
-    query, out, part_acc, part_sums, q_t, q_h, o_t, o_h = ends
+    _, out, part_acc, part_sums, _, _, o_t, o_h = ends
     LANES: gl.constexpr = 16 if D == 64 else 32
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 4], [1, 1, 32 // LANES, LANES], [1, HB, WARPS // HB, 1], [3, 2, 1, 0]
@@ -400,7 +400,7 @@ def _consume(
 ):
     boxes, full, empty = ring
     seq_info, pieces, info_s, info_c, S, T, rows, window = table
-    query, out, part_acc, part_sums, q_t, q_h, o_t, o_h = ends
+    query, out, _, _, q_t, q_h, o_t, o_h = ends
     live, gaps, arrivals = counts
     dtype: gl.constexpr = boxes.dtype
     KS: gl.constexpr = WARPS // HB
