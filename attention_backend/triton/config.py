@@ -27,10 +27,11 @@ class Cut:
 
     heads, group: KV heads, query heads of each. short_rows: a segment of at most so many rows
     (queries times group) is short; with at most small_rows it is a decode or nearly one.
-    short_keys: keys of a tile of short segments, long_rows: rows of a query tile of long ones.
-    runs: among which the key tiles of short segments are shared, at least min_tiles tiles each;
-    draft_runs: the same in a step where short segments may have more than small_rows. A run has
-    a program for each KV head.
+    short_keys: keys of a tile of short segments, decode_keys, a divisor: the same in a step
+    where none has more than small_rows. long_rows: rows of a query tile of long segments. runs:
+    among which the key tiles of short segments are shared, at least min_tiles tiles of short_keys
+    each; draft_runs: the same in a step where they may have more than small_rows. A run has a
+    program for each KV head, or for each block of heads.
     """
 
     heads: int
@@ -38,6 +39,7 @@ class Cut:
     small_rows: int
     short_rows: int
     short_keys: int
+    decode_keys: int
     long_rows: int
     runs: int
     draft_runs: int
@@ -47,6 +49,14 @@ class Cut:
     def most_runs(self) -> int:
         """Runs of any step, for which there must be room."""
         return max(self.runs, self.draft_runs)
+
+    def tile_keys(self, drafts: bool) -> int:
+        """Keys of a tile of short segments in a step with or without drafts."""
+        return self.short_keys if drafts else self.decode_keys
+
+    def least_tiles(self, drafts: bool) -> int:
+        """Tiles of that size that a run has at least, if there are as many."""
+        return self.min_tiles * self.short_keys // self.tile_keys(drafts)
 
     def has_drafts(self, tokens: int, max_q_len: int | None) -> bool:
         """Whether a step of so many query rows may have segments of more than small_rows."""
@@ -121,16 +131,20 @@ def choose_tiles(
     small_rows = max(16, power_of_two(group))
     runs = max(1, (2 if wide else 3) * processors // heads)
     min_tiles = 4 if dims >= 128 else 2
+    short_keys = min(128, max(32, 8192 // dims))
+    decode_keys = short_keys
     if _streams(capability, head_size, small_rows):
         block = _heads_at_once(heads)
         runs = max(1, processors * block // heads)
         min_tiles = max(1, min_tiles // block)
+        decode_keys = 16  # the finer, the more even; keys that boxes share come from the L2 cache
     cut = Cut(
         heads=heads,
         group=group,
         small_rows=small_rows,
         short_rows=max(64, small_rows),
-        short_keys=min(128, max(32, 8192 // dims)),
+        short_keys=short_keys,
+        decode_keys=decode_keys,
         long_rows=128,
         runs=runs,
         draft_runs=max(1, (1 if wide else 2) * processors // heads),

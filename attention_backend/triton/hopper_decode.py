@@ -46,7 +46,7 @@ class HopperDecodeLaunch:
             "STAGES": tiles.stages,
             "REGISTERS": 24,
             "ROWS": cut.short_rows,
-            "KEYS": cut.short_keys,
+            "KEYS": cut.decode_keys,
             "CAUSAL": causal,
             "WINDOWED": windowed,
             "RB": min(power_of_two(cut.group), max(1, numbers)),

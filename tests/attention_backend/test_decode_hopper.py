@@ -52,13 +52,23 @@ def test_a_run_has_a_program_for_each_block_of_heads_and_all_fit_at_once(
     assert 132 - heads // tiles.heads < programs <= 132
     assert tiles.stages * tiles.warps * tiles.keys * head_size * 2 < SHARED - (17 << 10)
     assert tiles.keys % 16 == 0
+    assert cut.short_keys % cut.decode_keys == 0
+    assert cut.least_tiles(False) * cut.decode_keys == cut.least_tiles(True) * cut.short_keys
     assert cut.most_runs == max(cut.runs, cut.draft_runs)
 
 
-def test_only_runs_differ_from_the_cut_of_other_devices() -> None:
+def test_only_decodes_are_cut_otherwise_than_on_other_devices() -> None:
     for heads, group, head_size in ((8, 4, 128), (1, 8, 64), (8, 4, 256), (8, 32, 128)):
         plain, ours = (cut_of(heads, group, head_size, at) for at in ((8, 0), HOPPER))
-        assert replace(ours, runs=plain.runs, min_tiles=plain.min_tiles) == plain
+        assert (
+            replace(
+                ours,
+                runs=plain.runs,
+                min_tiles=plain.min_tiles,
+                decode_keys=plain.decode_keys,
+            )
+            == plain
+        )
         assert chosen(heads, group, head_size) is not None or ours == plain
 
 
