@@ -12,7 +12,7 @@ from .kernels import decode_hopper
 
 __all__ = ["HopperDecodeLaunch"]
 
-PARTS_AT_ONCE, MERGED_NUMBERS = 4, 64  # of a thread
+PARTS_AT_ONCE, MERGED_NUMBERS = 8, 128  # of a thread
 
 
 class HopperDecodeLaunch:

@@ -119,7 +119,9 @@ def _produce(
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
     WINDOWED: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
+    after_earlier_kernels(OVERLAP)
     boxes, full, empty = ring
     seq_info, pieces, info_s, info_c, S, _, rows, window = table
     run = gl.program_id(0) // (H // HB)
@@ -397,7 +399,10 @@ def _consume(
     RB: gl.constexpr,
     BP: gl.constexpr,
     BG: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
+    after_earlier_kernels(OVERLAP)
+    let_later_kernels_start(OVERLAP)
     boxes, full, empty = ring
     seq_info, pieces, info_s, info_c, S, T, rows, window = table
     query, out, _, _, q_t, q_h, o_t, o_h = ends
@@ -543,14 +548,14 @@ def attend_decodes_hopper(
 ):
     """``attend_short`` for segments of at most 16 rows a KV head; there may be no others.
 
+    The layer's only attention kernel: what earlier kernels have written is awaited by all warps.
+
     Descriptors are of [columns, H, rows, D]. KEYS: of a tile of the schedule, KW: of a warp in a
     box, ROWS: of a part. scale is positive. Dimensions of query and out lie side by side.
     """
     gl.static_assert(H % HB == 0 and WARPS % HB == 0)
     dtype: gl.constexpr = k_desc.dtype
     BN: gl.constexpr = KW * (WARPS // HB)
-    after_earlier_kernels(OVERLAP)
-    let_later_kernels_start(OVERLAP)
     boxes = gl.allocate_shared_memory(dtype, [STAGES, 1, HB, BN, D], k_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -566,9 +571,9 @@ def attend_decodes_hopper(
         [
             (_consume, (ring, table, ends, counts, scale,
                         H, G, D, HB, KW, WARPS, STAGES, ROWS, KEYS, CAUSAL, WINDOWED,
-                        RB, BP, BG)),
+                        RB, BP, BG, OVERLAP)),
             (_produce, (k_desc, v_desc, ring, table,
-                        H, G, D, HB, BN, STAGES, ROWS, KEYS, WINDOWED)),
+                        H, G, D, HB, BN, STAGES, ROWS, KEYS, WINDOWED, OVERLAP)),
         ],
         [1],
         [REGISTERS],
