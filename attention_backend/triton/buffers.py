@@ -18,8 +18,8 @@ class Buffers:
     pieces: int32 [runs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens]; gaps: int32
     [tokens / GAP_ROWS]; arrivals: int32 [runs * heads], zero whenever no kernel runs;
     part_acc: float32 [2 * runs * heads, short_rows, dims]; part_sums: float32
-    [2 * runs * heads, 2, short_rows]. ``owner`` is the step whose schedule they hold, None for
-    none; ``drafts``: made for a step that may have drafts.
+    [2 * runs * heads, 2, short_rows], where runs are the most of any step. ``owner`` is the step
+    whose schedule they hold, None for none; ``drafts``: made for a step that may have drafts.
     """
 
     def __init__(
@@ -28,8 +28,8 @@ class Buffers:
         self.cut, self.dims, self.tokens, self.segments = cut, dims, tokens, segments
         self.max_tiles = cut.max_long_tiles(tokens, segments)
         gaps = -(-tokens // GAP_ROWS)
-        programs = cut.runs * cut.heads
-        sizes = (cut.runs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, programs)
+        programs = cut.most_runs * cut.heads
+        sizes = (cut.most_runs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, programs)
         numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.pieces, self.tiles, self.live, self.gaps, self.arrivals = numbers.split(sizes)
         parts = 2 * programs * cut.short_rows

@@ -2,7 +2,18 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Cut", "HopperTiles", "Tiles", "choose_hopper", "choose_tiles", "power_of_two"]
+__all__ = [
+    "Cut",
+    "HopperDecode",
+    "HopperTiles",
+    "Tiles",
+    "choose_hopper",
+    "choose_hopper_decode",
+    "choose_tiles",
+    "power_of_two",
+]
+
+HOPPER = (9, 0)
 
 
 def power_of_two(n: int) -> int:
@@ -16,10 +27,11 @@ class Cut:
 
     heads, group: KV heads, query heads of each. short_rows: a segment of at most so many rows
     (queries times group) is short; with at most small_rows it is a decode or nearly one.
-    short_keys: keys of a tile of short segments, long_rows: rows of a query tile of long ones.
-    runs: among which the key tiles of short segments are shared, at least min_tiles tiles each;
-    draft_runs: the same in a step where short segments may have more than small_rows. A run has
-    a program for each KV head.
+    short_keys: keys of a tile of short segments, decode_keys, a divisor: the same in a step
+    where none has more than small_rows. long_rows: rows of a query tile of long segments. runs:
+    among which the key tiles of short segments are shared, at least min_tiles tiles of short_keys
+    each; draft_runs: the same in a step where they may have more than small_rows. A run has a
+    program for each KV head, or for each block of heads.
     """
 
     heads: int
@@ -27,10 +39,24 @@ class Cut:
     small_rows: int
     short_rows: int
     short_keys: int
+    decode_keys: int
     long_rows: int
     runs: int
     draft_runs: int
     min_tiles: int
+
+    @property
+    def most_runs(self) -> int:
+        """Runs of any step, for which there must be room."""
+        return max(self.runs, self.draft_runs)
+
+    def tile_keys(self, drafts: bool) -> int:
+        """Keys of a tile of short segments in a step with or without drafts."""
+        return self.short_keys if drafts else self.decode_keys
+
+    def least_tiles(self, drafts: bool) -> int:
+        """Tiles of that size that a run has at least, if there are as many."""
+        return self.min_tiles * self.short_keys // self.tile_keys(drafts)
 
     def has_drafts(self, tokens: int, max_q_len: int | None) -> bool:
         """Whether a step of so many query rows may have segments of more than small_rows."""
@@ -88,28 +114,41 @@ def choose_tiles(
     element_size: int,
     processors: int,
     windowed: bool = False,
+    capability: tuple[int, int] = (0, 0),
 ) -> Tiles:
     """Tiles for layers of a shape on a device of so many multiprocessors.
 
     Short segments are bound by memory: several programs a multiprocessor, each with two tiles of
-    K and V (16 KiB each at 2 bytes an element) on their way while it computes on a third. Long
-    ones are bound by the tensor cores: tiles as large as registers allow, fewer keys with a
-    window, of whose edges a wide tile hides more. At 4 bytes an element there are no tensor cores,
-    as products are not rounded to TF32, and operands stay in registers: small tiles.
+    K and V (16 KiB each at 2 bytes an element) on their way while it computes on a third. Where
+    decodes have a kernel for Hopper, their runs are cut for that: one of its programs a
+    multiprocessor, each for a block of heads. Long segments are bound by the tensor cores: tiles as
+    large as registers allow, fewer keys with a window, of whose edges a wide tile hides more. At 4
+    bytes an element there are no tensor cores, as products are not rounded to TF32, and operands
+    stay in registers: small tiles.
     """
     dims = max(16, power_of_two(head_size))
     wide = dims > 128
     small_rows = max(16, power_of_two(group))
+    runs = max(1, (2 if wide else 3) * processors // heads)
+    min_tiles = 4 if dims >= 128 else 2
+    short_keys = min(128, max(32, 8192 // dims))
+    decode_keys = short_keys
+    if _streams(capability, head_size, small_rows):
+        block = _heads_at_once(heads)
+        runs = max(1, processors * block // heads)
+        min_tiles = max(1, min_tiles // block)
+        decode_keys = 16  # the finer, the more even; keys that boxes share come from the L2 cache
     cut = Cut(
         heads=heads,
         group=group,
         small_rows=small_rows,
         short_rows=max(64, small_rows),
-        short_keys=min(128, max(32, 8192 // dims)),
+        short_keys=short_keys,
+        decode_keys=decode_keys,
         long_rows=128,
-        runs=max(1, (2 if wide else 3) * processors // heads),
+        runs=runs,
         draft_runs=max(1, (1 if wide else 2) * processors // heads),
-        min_tiles=4 if dims >= 128 else 2,
+        min_tiles=min_tiles,
     )
     if element_size == 4:
         short = ShortTiles(16, 4, 2, None)
@@ -159,10 +198,50 @@ def choose_hopper(
 
     A consumer's scores, weights and result must fit its registers, and K and V shared memory.
     """
-    if capability != (9, 0) or element_size != 2 or negate or head_size not in (64, 128, 256):
+    if capability != HOPPER or element_size != 2 or negate or head_size not in (64, 128, 256):
         return None
     if cut.long_rows != 128:
         return None
     keys = 64 if head_size == 256 or windowed else 128
     stages = min(4, 2 * 128 * 128 // (keys * head_size))
     return HopperTiles(keys=keys, stages=stages, consumers=2, registers=240, turns=True)
+
+
+@dataclass(frozen=True)
+class HopperDecode:
+    """Launch parameters of the decodes' kernel for Hopper.
+
+    heads: KV heads of a program, which ``warps`` share. keys: of a warp in a box; a box has
+    heads * keys * (warps / heads) rows of one head. stages: places for boxes. registers: most of
+    a thread before warps are told apart, None for what fits one program a multiprocessor.
+    """
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None
+
+
+def _heads_at_once(heads: int) -> int:
+    return next(block for block in (8, 4, 2, 1) if heads % block == 0)
+
+
+def _streams(capability: tuple[int, int], head_size: int, small_rows: int) -> bool:
+    return capability == HOPPER and head_size in (64, 128) and small_rows <= 16
+
+
+def choose_hopper_decode(
+    capability: tuple[int, int], cut: Cut, head_size: int, element_size: int, negate: bool
+) -> HopperDecode | None:
+    """The decodes' kernel for layers of a shape on a device; None: not for these.
+
+    Boxes of 32 KiB, of which six are on their way or in use: at 4.4 TB/s a multiprocessor needs 27
+    KiB on their way to hide 0.8 us. With 256 numbers a row, query and result do not fit registers.
+    """
+    if not _streams(capability, head_size, cut.small_rows) or element_size != 2 or negate:
+        return None
+    keys = 2048 // head_size
+    return HopperDecode(
+        heads=_heads_at_once(cut.heads), keys=keys, warps=8, stages=6, registers=None
+    )

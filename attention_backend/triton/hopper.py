@@ -3,30 +3,14 @@
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .buffers import Buffers
 from .config import Cut, HopperTiles
+from .descriptors import Descriptors
 from .device import OPTIONS, processors
 from .kernels import prefill_hopper
 
 __all__ = ["HopperLaunch"]
-
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_MOST_DESCRIPTORS = 1024  # two for each layer; more are those of tensors long gone
-_MOST_STRIDE = 1 << 40  # of what a descriptor can say, in bytes
-
-
-def _describable(cache: torch.Tensor) -> bool:
-    """Whether the copy engine can read the cache as it lies in memory."""
-    size = cache.element_size()
-    strides = [stride * size for stride in cache.stride()[:-1]]
-    return (
-        cache.stride(-1) == 1
-        and cache.data_ptr() % 16 == 0
-        and all(0 < stride < _MOST_STRIDE and stride % 16 == 0 for stride in strides)
-    )
 
 
 class HopperLaunch:
@@ -43,9 +27,7 @@ class HopperLaunch:
         causal: bool,
     ) -> None:
         self.tiles, self.cut = tiles, cut
-        self._block = [1, tiles.keys, 1, head_size]
-        self._layout = gl.NVMMASharedLayout.get_default_for(self._block, _DTYPES[dtype])
-        self._descriptors: dict[tuple[object, ...], TensorDescriptor | None] = {}
+        self.descriptors = Descriptors([1, tiles.keys, 1, head_size], dtype)
         self.constants: dict[str, Any] = {
             "H": cut.heads,
             "G": cut.group,
@@ -60,26 +42,6 @@ class HopperLaunch:
             "num_warps": 4,
             **OPTIONS,
         }
-
-    def _descriptor(self, cache: torch.Tensor) -> TensorDescriptor | None:
-        """Made once for each cache, as columns never move; None where none can be."""
-        key = (cache.data_ptr(), cache.shape, cache.stride())
-        if key not in self._descriptors:
-            if len(self._descriptors) == _MOST_DESCRIPTORS:
-                self._descriptors.clear()
-            made = None
-            if _describable(cache):
-                # Only the address is kept: a descriptor must not keep the cache alive.
-                columns = cache.transpose(0, 1)
-                made = TensorDescriptor(
-                    _Address(cache.data_ptr(), cache.dtype),
-                    list(columns.shape),
-                    list(columns.stride()),
-                    self._block,
-                    self._layout,
-                )
-            self._descriptors[key] = made
-        return self._descriptors[key]
 
     def run(
         self,
@@ -98,7 +60,7 @@ class HopperLaunch:
         """One launch, or False and none where the tensors lie so that this kernel cannot."""
         if query.stride(2) != 1 or out.stride(2) != 1:
             return False
-        keys, values = self._descriptor(key_cache), self._descriptor(value_cache)
+        keys, values = self.descriptors.of(key_cache), self.descriptors.of(value_cache)
         if keys is None or values is None:
             return False
         items = max_tiles * self.cut.heads
@@ -120,13 +82,3 @@ class HopperLaunch:
             **self.constants,
         )
         return True
-
-
-class _Address:
-    """As much of a tensor as a descriptor asks for."""
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self._address, self.dtype = address, dtype
-
-    def data_ptr(self) -> int:
-        return self._address

@@ -6,12 +6,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .buffers import GAP_ROWS, Buffers
-from .config import Cut, HopperTiles, Tiles, choose_hopper, choose_tiles, power_of_two
+from .config import (
+    Cut,
+    HopperDecode,
+    HopperTiles,
+    Tiles,
+    choose_hopper,
+    choose_hopper_decode,
+    choose_tiles,
+    power_of_two,
+)
 from .device import OPTIONS, capability, overlap, processors
 from .kernels import decode, prefill, schedule, write
 
 if TYPE_CHECKING:
     from .hopper import HopperLaunch
+    from .hopper_decode import HopperDecodeLaunch
 
 __all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
 
@@ -30,7 +40,7 @@ def launch_schedule(
     """Fill ``buffers`` to their capacity from the segments on the device."""
     cut = buffers.cut
     programs = sum(
-        -(-entries // GAP_ROWS) for entries in (cut.runs, buffers.max_tiles, buffers.tokens)
+        -(-entries // GAP_ROWS) for entries in (cut.most_runs, buffers.max_tiles, buffers.tokens)
     )
     schedule.make_schedule[(programs,)](
         seq_info,
@@ -45,10 +55,10 @@ def launch_schedule(
         cut.draft_runs if drafts else cut.runs,
         NO_WINDOW if window is None else min(window, NO_WINDOW),
         G=cut.group,
-        R=cut.runs,
-        MIN_TILES=cut.min_tiles,
+        R=cut.most_runs,
+        MIN_TILES=cut.least_tiles(drafts),
         BM_SHORT=cut.short_rows,
-        BN_SHORT=cut.short_keys,
+        BN_SHORT=cut.tile_keys(drafts),
         BM_LONG=cut.long_rows,
         BE=GAP_ROWS,
         BS=SCHEDULE_SEGMENTS,
@@ -106,6 +116,20 @@ def _for_hopper(
     return Launch(tiles, cut, head_size, dtype, windowed=windowed, causal=causal)
 
 
+def _decodes_for_hopper(
+    tiles: HopperDecode,
+    cut: Cut,
+    head_size: int,
+    dtype: torch.dtype,
+    windowed: bool,
+    causal: bool,
+    overlap: dict[str, bool],
+) -> "HopperDecodeLaunch":
+    from .hopper_decode import HopperDecodeLaunch as Launch
+
+    return Launch(tiles, cut, head_size, dtype, windowed=windowed, causal=causal, overlap=overlap)
+
+
 class LayerLaunch:
     """Attention of layers of one shape, dtype, sign of scale and kind of mask."""
 
@@ -123,7 +147,13 @@ class LayerLaunch:
         negate: bool,
     ) -> None:
         self.tiles: Tiles = choose_tiles(
-            heads, group, head_size, dtype.itemsize, processors(device), windowed
+            heads,
+            group,
+            head_size,
+            dtype.itemsize,
+            processors(device),
+            windowed,
+            capability(device),
         )
         tiles, cut = self.tiles, self.tiles.cut
         shape = {"H": heads, "G": group, "D": head_size, "BD": tiles.dims, **OPTIONS}
@@ -143,10 +173,15 @@ class LayerLaunch:
         self.hopper: HopperLaunch | None = None
         if chosen is not None:
             self.hopper = _for_hopper(chosen, cut, head_size, dtype, windowed, causal)
+        streams = choose_hopper_decode(capability(device), cut, head_size, dtype.itemsize, negate)
+        self.hopper_decode: HopperDecodeLaunch | None = None
+        if streams is not None:
+            self.hopper_decode = _decodes_for_hopper(
+                streams, cut, head_size, dtype, windowed, causal, overlap(device)
+            )
         self._short: dict[str, Any] = {
             **shape,
             **mask,
-            "BN": cut.short_keys,
             "ROWS": cut.short_rows,
             "SMALL": rows < cut.short_keys,
             "RB": power_of_two(group),
@@ -214,6 +249,23 @@ class LayerLaunch:
                 *strides,
                 **self._long,
             )
+        if (
+            self.hopper_decode is not None
+            and not drafts
+            and not max_tiles
+            and self.hopper_decode.run(
+                query,
+                key_cache,
+                value_cache,
+                out,
+                seq_info,
+                buffers,
+                rows=rows,
+                window=window,
+                scale=scale,
+            )
+        ):
+            return
         decode.attend_short[((cut.draft_runs if drafts else cut.runs) * cut.heads,)](
             query,
             key_cache,
@@ -233,6 +285,7 @@ class LayerLaunch:
             scale,
             *strides,
             BM=short.rows,
+            BN=cut.tile_keys(drafts),
             LARGE=drafts and cut.short_rows > short.rows,
             FIRST=not max_tiles,
             num_warps=short.warps,

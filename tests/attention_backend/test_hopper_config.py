@@ -76,7 +76,7 @@ def compiled(head_size: int, windowed: bool, causal: bool) -> Any:
     cut = choose_tiles(8, 4, head_size, 2, 132, windowed).cut
     launch = HopperLaunch(tiles, cut, head_size, torch.bfloat16, windowed=windowed, causal=causal)
     cache = torch.empty(256, 2, 8, head_size, dtype=torch.bfloat16)
-    made = launch._descriptor(cache)
+    made = launch.descriptors.of(cache)
     assert made is not None
     constants = {"info_c": 1, **launch.constants}
     kinds = {

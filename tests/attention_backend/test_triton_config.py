@@ -131,6 +131,7 @@ def test_attention_compiles_for_hopper(
     for tiles, runs in ((made.tiles.decode, cut.runs), (made.tiles.draft, cut.draft_runs)):
         step = {
             "BM": tiles.rows,
+            "BN": cut.tile_keys(tiles is made.tiles.draft),
             "LARGE": single,
             "FIRST": tiles is made.tiles.decode,
             "OVERLAP": True,

@@ -153,8 +153,9 @@ def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> Non
     (buffers,) = kernel._buffers.values()
     assert buffers.owner is step
     counts = buffers.pieces.reshape(-1, 8)[:, 2].tolist()
-    total = -(-keys // buffers.cut.short_keys) + 1
-    least = buffers.cut.min_tiles
+    tile = buffers.cut.decode_keys
+    total = -(-keys // tile) + -(-70 // tile)
+    least = buffers.cut.least_tiles(False)
     used = min(buffers.cut.runs, -(-total // least))
     assert sum(counts) == total and not any(counts[used:])
     assert max(counts[:used]) - min(counts[:used]) <= 1
