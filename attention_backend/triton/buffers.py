@@ -16,7 +16,8 @@ class Buffers:
     """For steps of one shape up to ``tokens`` query rows and ``segments`` rows of seq_info.
 
     pieces: int32 [programs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens]; gaps: int32
-    [tokens / GAP_ROWS]; arrivals: int32 [programs], zero whenever no kernel runs;
+    [tokens / GAP_ROWS]; arrivals: int32 [programs], zero whenever no kernel runs; progress: int32
+    [2], of the long segments' items those handed out, zero as well, and the query tiles in tiles;
     part_acc: float32 [2 * programs, short_rows, dims]; part_sums: float32 [2 * programs, 2,
     short_rows]. ``owner`` is the step whose schedule they hold, None for none.
     """
@@ -27,9 +28,11 @@ class Buffers:
         self.cut, self.dims, self.tokens, self.segments = cut, dims, tokens, segments
         self.max_tiles = cut.max_long_tiles(tokens, segments)
         gaps = -(-tokens // GAP_ROWS)
-        sizes = (cut.programs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, cut.programs)
+        # What the kernels are told to be aligned comes first.
+        sizes = (4, cut.programs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, cut.programs)
         numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.pieces, self.tiles, self.live, self.gaps, self.arrivals = numbers.split(sizes)
+        first, self.pieces, self.tiles, self.live, self.gaps, self.arrivals = numbers.split(sizes)
+        self.progress = first[:2]
         parts = 2 * cut.programs * cut.short_rows
         sums = torch.empty(parts * (dims + 2), dtype=torch.float32, device=device)
         self.part_acc, self.part_sums = sums.split((parts * dims, parts * 2))

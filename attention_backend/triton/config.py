@@ -132,7 +132,10 @@ class HopperTiles:
 
     keys: of a tile; stages: places for tiles of K, and as many for V. consumers: warpgroups with
     64 rows of a query tile each, registers: of a thread of theirs. turns: whether they take turns
-    to ask for products.
+    to ask for products. query_places: places for query tiles, if the copy engine brings these.
+    direct: results go to memory from registers, and not through the place of the query tile.
+    counted: programs take query tiles as they get free, and not by number. heads_first: they go
+    through all query tiles of a head before the next head, and not the other way round.
     """
 
     keys: int
@@ -140,10 +143,10 @@ class HopperTiles:
     consumers: int
     registers: int
     turns: bool
-
-    def serves(self, rows: int, window: int | None) -> bool:
-        """Whether no tile of a ring that has wrapped goes beyond its last row."""
-        return window is None or rows % self.keys == 0
+    query_places: int
+    direct: bool = False
+    counted: bool = True
+    heads_first: bool = False
 
 
 def choose_hopper(
@@ -162,6 +165,13 @@ def choose_hopper(
         return None
     if cut.long_rows != 128:
         return None
-    keys = 64 if head_size == 256 or windowed else 128
-    stages = min(4, 2 * 128 * 128 // (keys * head_size))
-    return HopperTiles(keys=keys, stages=stages, consumers=2, registers=240, turns=True)
+    wide = head_size == 256
+    keys = 64 if wide else 128
+    return HopperTiles(
+        keys=keys,
+        stages=min(4, 2 * 128 * 128 // (keys * head_size)),
+        consumers=2,
+        registers=240,
+        turns=not wide,
+        query_places=1 if wide else 2,
+    )

@@ -8,23 +8,24 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .buffers import Buffers
 from .config import Cut, HopperTiles
-from .device import OPTIONS, processors
+from .device import OPTIONS, overlap, processors
 from .kernels import prefill_hopper
 
 __all__ = ["HopperLaunch"]
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+CONSUMER_ROWS = 64
 _MOST_DESCRIPTORS = 1024  # two for each layer; more are those of tensors long gone
 _MOST_STRIDE = 1 << 40  # of what a descriptor can say, in bytes
 
 
-def _describable(cache: torch.Tensor) -> bool:
-    """Whether the copy engine can read the cache as it lies in memory."""
-    size = cache.element_size()
-    strides = [stride * size for stride in cache.stride()[:-1]]
+def _describable(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine can read the tensor as it lies in memory."""
+    size = tensor.element_size()
+    strides = [stride * size for stride in tensor.stride()[:-1]]
     return (
-        cache.stride(-1) == 1
-        and cache.data_ptr() % 16 == 0
+        tensor.stride(-1) == 1
+        and tensor.data_ptr() % 16 == 0
         and all(0 < stride < _MOST_STRIDE and stride % 16 == 0 for stride in strides)
     )
 
@@ -38,6 +39,7 @@ class HopperLaunch:
         cut: Cut,
         head_size: int,
         dtype: torch.dtype,
+        device: torch.device,
         *,
         windowed: bool,
         causal: bool,
@@ -45,6 +47,13 @@ class HopperLaunch:
         self.tiles, self.cut = tiles, cut
         self._block = [1, tiles.keys, 1, head_size]
         self._layout = gl.NVMMASharedLayout.get_default_for(self._block, _DTYPES[dtype])
+        # The copy engine takes whole groups: as many tokens as a consumer has rows for.
+        self._copies_queries = tiles.query_places > 0 and CONSUMER_ROWS % cut.group == 0
+        if self._copies_queries:
+            self._query_block = [CONSUMER_ROWS // cut.group, cut.group, head_size]
+            self._query_layout = gl.NVMMASharedLayout.get_default_for(
+                self._query_block, _DTYPES[dtype]
+            )
         self._descriptors: dict[tuple[object, ...], TensorDescriptor | None] = {}
         self.constants: dict[str, Any] = {
             "H": cut.heads,
@@ -57,9 +66,25 @@ class HopperLaunch:
             "CAUSAL": causal,
             "WINDOWED": windowed,
             "TURNS": tiles.turns,
+            "OUT_DIRECT": tiles.direct,
+            "COUNTED": tiles.counted,
+            "HEADS_FIRST": tiles.heads_first,
             "num_warps": 4,
             **OPTIONS,
+            **overlap(device),
         }
+
+    def _query_descriptor(self, query: torch.Tensor) -> TensorDescriptor | None:
+        """None where the copy engine cannot bring the queries."""
+        if not self._copies_queries or not _describable(query):
+            return None
+        return TensorDescriptor(
+            query,
+            list(query.shape),
+            list(query.stride()),
+            self._query_block,
+            self._query_layout,
+        )
 
     def _descriptor(self, cache: torch.Tensor) -> TensorDescriptor | None:
         """Made once for each cache, as columns never move; None where none can be."""
@@ -81,6 +106,11 @@ class HopperLaunch:
             self._descriptors[key] = made
         return self._descriptors[key]
 
+    def query_constants(self, queries: TensorDescriptor | None) -> dict[str, Any]:
+        """What the launch is told of the way that queries take."""
+        copied = queries is not None
+        return {"Q_COPIED": copied, "Q_PLACES": self.tiles.query_places if copied else 1}
+
     def run(
         self,
         query: torch.Tensor,
@@ -101,22 +131,25 @@ class HopperLaunch:
         keys, values = self._descriptor(key_cache), self._descriptor(value_cache)
         if keys is None or values is None:
             return False
-        items = max_tiles * self.cut.heads
-        prefill_hopper.attend_long_hopper[(min(processors(query.device), items),)](
+        queries = self._query_descriptor(query)
+        programs = min(processors(query.device), max_tiles * self.cut.heads)
+        prefill_hopper.attend_long_hopper[(programs,)](
             query,
+            queries,
             keys,
             values,
             out,
             seq_info,
             buffers.tiles,
+            buffers.progress,
             query.shape[0],
             rows,
             window,
             scale,
-            items,
             *seq_info.stride(),
             *query.stride()[:2],
             *out.stride()[:2],
+            **self.query_constants(queries),
             **self.constants,
         )
         return True

@@ -63,7 +63,7 @@ def test_no_long_segment_fits_a_small_step() -> None:
 
 POINTERS = {
     **dict.fromkeys(("query", "key_cache", "value_cache", "out"), ""),
-    **dict.fromkeys(("seq_info", "pieces", "tiles", "live", "gaps", "arrivals"), "*i32"),
+    **dict.fromkeys(("seq_info", "pieces", "tiles", "live", "gaps", "arrivals", "progress"), "*i32"),
     **dict.fromkeys(("part_acc", "part_sums"), "*fp32"),
 }
 ONES = {"info_c", "q_d", "k_d", "v_d", "o_d"}
