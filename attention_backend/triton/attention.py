@@ -8,8 +8,8 @@ from ...kv_manager.tables import StepTables
 from ..kernel import AttentionKernel, StepBounds, check_layer
 from .buffers import Buffers
 from .checks import check_attend, check_write
-from .config import Cut, choose_tiles
-from .device import current, processors
+from .config import HOPPER, Cut, choose_tiles
+from .device import capability, current, processors
 from .layer import LayerLaunch, launch_schedule, launch_write
 
 __all__ = ["TritonKernel", "TritonStep"]
@@ -69,7 +69,14 @@ class TritonKernel(AttentionKernel):
             )
         device = _indexed(device)
         group = bounds.query_heads // bounds.kv_heads
-        tiles = choose_tiles(bounds.kv_heads, group, bounds.head_size, 2, processors(device))
+        tiles = choose_tiles(
+            bounds.kv_heads,
+            group,
+            bounds.head_size,
+            2,
+            processors(device),
+            hopper=capability(device) == HOPPER,
+        )
         if self._keep:
             self._reserved = (tiles.cut, tiles.dims, device)
             self._kept(self._reserved, bounds.max_tokens, bounds.max_segments)

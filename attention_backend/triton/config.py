@@ -1,8 +1,11 @@
 """The choice of tiles, warps and stages: one pure function of shapes and the device."""
 
+import math
 from dataclasses import dataclass
 
-__all__ = ["Cut", "HopperTiles", "Tiles", "choose_hopper", "choose_tiles", "power_of_two"]
+__all__ = ["HOPPER", "Cut", "HopperTiles", "Tiles", "choose_hopper", "choose_tiles", "power_of_two"]
+
+HOPPER = 9, 0  # compute capability
 
 
 def power_of_two(n: int) -> int:
@@ -87,8 +90,11 @@ def choose_tiles(
     element_size: int,
     processors: int,
     windowed: bool = False,
+    hopper: bool = False,
 ) -> Tiles:
     """Tiles for layers of a shape on a device of so many multiprocessors.
+
+    hopper: its compute capability is HOPPER; see ``choose_hopper``.
 
     Short segments are bound by memory: several programs a multiprocessor, each with two tiles of
     K and V (16 KiB each at 2 bytes an element) on their way while it computes on a third. Long
@@ -105,7 +111,7 @@ def choose_tiles(
         small_rows=small_rows,
         short_rows=max(64, small_rows),
         short_keys=min(128, max(32, 8192 // dims)),
-        long_rows=128,
+        long_rows=192 if hopper and head_size == 64 else 128,
         programs=(2 if wide else 3) * processors,
         draft_programs=(1 if wide else 2) * processors,
         min_tiles=4 if dims >= 128 else 2,
@@ -117,7 +123,7 @@ def choose_tiles(
     return Tiles(
         cut=cut,
         dims=dims,
-        long_rows=128,
+        long_rows=math.gcd(128, cut.long_rows),
         long_keys=long_keys,
         long_warps=8,
         long_stages=3 if windowed and not wide else 2,
@@ -160,18 +166,19 @@ def choose_hopper(
     """Tiles for layers of a shape on a device of that compute capability; None: not for these.
 
     A consumer's scores, weights and result must fit its registers, and K and V shared memory.
+    With a head size of 64 a softmax takes as long as the products of its scores, and of three
+    consumers there is more often one that multiplies.
     """
-    if capability != (9, 0) or element_size != 2 or negate or head_size not in (64, 128, 256):
+    if capability != HOPPER or element_size != 2 or negate or head_size not in (64, 128, 256):
         return None
-    if cut.long_rows != 128:
-        return None
+    consumers = cut.long_rows // 64
     wide = head_size == 256
     keys = 64 if wide else 128
     return HopperTiles(
         keys=keys,
         stages=min(4, 2 * 128 * 128 // (keys * head_size)),
-        consumers=2,
-        registers=240,
+        consumers=consumers,
+        registers=160 if consumers == 3 else 240,
         turns=not wide,
         query_places=1 if wide else 2,
     )

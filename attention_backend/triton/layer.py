@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .buffers import GAP_ROWS, Buffers
-from .config import Cut, HopperTiles, Tiles, choose_hopper, choose_tiles, power_of_two
+from .config import HOPPER, Cut, HopperTiles, Tiles, choose_hopper, choose_tiles, power_of_two
 from .device import OPTIONS, capability, overlap, processors
 from .kernels import decode, prefill, schedule, write
 
@@ -127,7 +127,13 @@ class LayerLaunch:
         negate: bool,
     ) -> None:
         self.tiles: Tiles = choose_tiles(
-            heads, group, head_size, dtype.itemsize, processors(device), windowed
+            heads,
+            group,
+            head_size,
+            dtype.itemsize,
+            processors(device),
+            windowed,
+            capability(device) == HOPPER,
         )
         tiles, cut = self.tiles, self.tiles.cut
         shape = {"H": heads, "G": group, "D": head_size, "BD": tiles.dims, **OPTIONS}

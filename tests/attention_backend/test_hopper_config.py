@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from vllm_kv_columns.attention_backend.triton.config import (
+    HOPPER,
+    Cut,
     HopperTiles,
     choose_hopper,
     choose_tiles,
@@ -17,8 +19,12 @@ from vllm_kv_columns.attention_backend.triton.config import (
 from .cases import HEAD_SIZES
 from .interpreter import INTERPRETED
 
-HOPPER, SHARED = (9, 0), 227 << 10
+SHARED = 227 << 10
 SIZES = (64, 128, 256)
+
+
+def made_cut(head_size: int, group: int, windowed: bool) -> Cut:
+    return choose_tiles(8, group, head_size, 2, 132, windowed, hopper=True).cut
 
 
 def chosen(
@@ -29,7 +35,7 @@ def chosen(
     windowed: bool = False,
     negate: bool = False,
 ) -> HopperTiles | None:
-    cut = choose_tiles(8, 4, head_size, element_size, 132, windowed).cut
+    cut = made_cut(head_size, 4, windowed)
     return choose_hopper(capability, cut, head_size, element_size, windowed, negate)
 
 
@@ -43,8 +49,8 @@ def test_tiles_fit_shared_memory_and_make_up_a_tile_of_the_schedule(
         assert tiles is None
         return
     assert tiles is not None
-    assert 64 * tiles.consumers == choose_tiles(8, 4, head_size, 2, 132, windowed).cut.long_rows
-    shared_rows = 128 * tiles.query_places + 2 * tiles.stages * tiles.keys
+    assert 64 * tiles.consumers == made_cut(head_size, 4, windowed).long_rows
+    shared_rows = 64 * tiles.consumers * tiles.query_places + 2 * tiles.stages * tiles.keys
     assert shared_rows * head_size * 2 < SHARED - 1024
     assert (tiles.consumers * tiles.registers + 24) * 128 <= 1 << 16
 
@@ -68,7 +74,7 @@ def compiled(head_size: int, group: int, windowed: bool, causal: bool, dtype: to
 
     tiles = chosen(head_size, windowed=windowed)
     assert tiles is not None
-    cut = choose_tiles(8, group, head_size, 2, 132, windowed).cut
+    cut = made_cut(head_size, group, windowed)
     launch = HopperLaunch(
         tiles, cut, head_size, dtype, torch.device("cpu"), windowed=windowed, causal=causal
     )
@@ -126,7 +132,7 @@ def test_the_kernel_compiles_for_hopper(
     from triton import knobs
 
     made = compiled(head_size, group, windowed, causal, dtype)
-    assert made.metadata.shared < SHARED and made.metadata.num_warps == 12
+    assert made.metadata.shared < SHARED and made.metadata.num_warps == (16 if head_size == 64 else 12)
     text = made.asm["ptx"]
     copies = r"cp\.async\.bulk\.tensor\.4d", r"griddepcontrol\.wait", r"atom\.global"
     for instruction in (r"wgmma\.mma_async", r"setmaxnreg\.inc", *copies):
@@ -140,5 +146,6 @@ def test_the_kernel_compiles_for_hopper(
         text=True,
     ).stdout
     stack = re.search(r"STACK:(\d+)", usage)
-    # A few numbers that outlive a loop may lie there; scores, weights and results do not fit.
-    assert stack is not None and int(stack.group(1)) <= 16
+    # Numbers that outlive a loop or that a mask needs may lie there; scores, weights and results
+    # do not fit.
+    assert stack is not None and int(stack.group(1)) <= 256
