@@ -140,6 +140,7 @@ class HopperTiles:
     64 rows of a query tile each, registers: of a thread of theirs. turns: whether they take turns
     to ask for products. query_places: places for query tiles, if the copy engine brings these.
     direct: results go to memory from registers, and not through the place of the query tile.
+    by_hand: a quarter of the powers of two come from other units than those of the others.
     counted: programs take query tiles as they get free, and not by number. heads_first: they go
     through all query tiles of a head before the next head, and not the other way round.
     """
@@ -151,6 +152,7 @@ class HopperTiles:
     turns: bool
     query_places: int
     direct: bool = False
+    by_hand: bool = False
     counted: bool = True
     heads_first: bool = False
 

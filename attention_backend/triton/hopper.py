@@ -67,6 +67,7 @@ class HopperLaunch:
             "WINDOWED": windowed,
             "TURNS": tiles.turns,
             "OUT_DIRECT": tiles.direct,
+            "BY_HAND": tiles.by_hand,
             "COUNTED": tiles.counted,
             "HEADS_FIRST": tiles.heads_first,
             "num_warps": 4,

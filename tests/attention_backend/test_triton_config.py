@@ -25,11 +25,14 @@ def test_power_of_two(n: int, power: int) -> None:
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16, 17, 71])
 @pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("hopper", [False, True])
 def test_tiles_fit_and_one_schedule_serves_all_dtypes(
-    head_size: int, group: int, windowed: bool
+    head_size: int, group: int, windowed: bool, hopper: bool
 ) -> None:
-    half, single = (choose_tiles(2, group, head_size, size, 132, windowed) for size in (2, 4))
-    assert half.cut == single.cut == choose_tiles(2, group, head_size, 2, 132).cut
+    half, single = (
+        choose_tiles(2, group, head_size, size, 132, windowed, hopper) for size in (2, 4)
+    )
+    assert half.cut == single.cut == choose_tiles(2, group, head_size, 2, 132, hopper=hopper).cut
     for tiles in (half, single):
         assert tiles.dims >= head_size and tiles.dims & (tiles.dims - 1) == 0
         assert tiles.cut.short_rows >= max(16, group)
@@ -63,7 +66,9 @@ def test_no_long_segment_fits_a_small_step() -> None:
 
 POINTERS = {
     **dict.fromkeys(("query", "key_cache", "value_cache", "out"), ""),
-    **dict.fromkeys(("seq_info", "pieces", "tiles", "live", "gaps", "arrivals", "progress"), "*i32"),
+    **dict.fromkeys(
+        ("seq_info", "pieces", "tiles", "live", "gaps", "arrivals", "progress"), "*i32"
+    ),
     **dict.fromkeys(("part_acc", "part_sums"), "*fp32"),
 }
 ONES = {"info_c", "q_d", "k_d", "v_d", "o_d"}
