@@ -142,7 +142,9 @@ class HopperTiles:
     direct: results go to memory from registers, and not through the place of the query tile.
     by_hand: a quarter of the powers of two come from other units than those of the others.
     counted: programs take query tiles as they get free, and not by number. heads_first: they go
-    through all query tiles of a head before the next head, and not the other way round.
+    through all query tiles of a head before the next head, and not the other way round. joined:
+    the scores of the next query tile are begun before the result of this one is stored, which
+    needs query_places = 2 or direct.
     """
 
     keys: int
@@ -155,6 +157,7 @@ class HopperTiles:
     by_hand: bool = False
     counted: bool = True
     heads_first: bool = False
+    joined: bool = False
 
 
 def choose_hopper(

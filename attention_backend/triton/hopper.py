@@ -70,6 +70,7 @@ class HopperLaunch:
             "BY_HAND": tiles.by_hand,
             "COUNTED": tiles.counted,
             "HEADS_FIRST": tiles.heads_first,
+            "JOINED": tiles.joined,
             "num_warps": 4,
             **OPTIONS,
             **overlap(device),

@@ -408,7 +408,7 @@ def _weigh(
     """
     if edge:
         columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-        n = gl.arange(0, BN, columns)[None, :]
+        n = (gl.arange(0, BN, columns) + _anew(0))[None, :]
         lowest = gl.maximum(least, floor) - start
         seen = (n <= (most - start)[:, None]) & (n >= lowest[:, None])
         scores = gl.where(seen, scores, float("-inf"))
@@ -421,7 +421,7 @@ def _weigh(
 
 
 @gluon.jit
-def _consume(
+def _consume_apart(
     buffers,
     queries,
     orders,
@@ -569,6 +569,281 @@ def _consume(
         tile, head, q_start, q_len, kv_end, base, wrap, n = _hear(orders, done)
 
 
+@gluon.jit
+def _edge(
+    start,
+    wrap,
+    begin,
+    q_len,
+    kv_end,
+    window,
+    G: gl.constexpr,
+    BN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):
+    """Whether some row of a consumer does not see all of the key tile; its lowest position."""
+    high = kv_end
+    low = 0
+    if CAUSAL:
+        high = gl.minimum(kv_end - q_len + begin // G + 1, kv_end)
+    if WINDOWED:
+        low = gl.maximum(kv_end - q_len + (begin + _ROWS - 1) // G - window + 1, 0)
+    floor = _floor(start, wrap, BN, WINDOWED)
+    return (start < gl.maximum(low, floor)) | (start + BN > high), floor
+
+
+@gluon.jit
+def _sight(
+    begin,
+    q_len,
+    kv_end,
+    window,
+    G: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """The last and the first key that each row of a consumer sees."""
+    position = kv_end - q_len + (begin + gl.arange(0, _ROWS, layout)) // G
+    most = gl.full([_ROWS], 0, gl.int32, layout) + (kv_end - 1)
+    least = gl.full([_ROWS], 0, gl.int32, layout)
+    if CAUSAL:
+        most = gl.minimum(position, most)
+    if WINDOWED:
+        least = gl.maximum(position - window + 1, 0)
+    return most, least
+
+
+@gluon.jit
+def _consume_joined(
+    buffers,
+    queries,
+    orders,
+    table,
+    ends,
+    my_turn,
+    next_turn,
+    ME: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    TURNS: gl.constexpr,
+    Q_PLACES: gl.constexpr,
+    Q_COPIED: gl.constexpr,
+    OUT_DIRECT: gl.constexpr,
+    BY_HAND: gl.constexpr,
+):
+    """As ``_consume_apart``, in one loop over the key tiles of all items.
+
+    While the last values of an item are weighed and its result is stored, the scores of the
+    next item's first tile are made.
+    """
+    gl.static_assert(OUT_DIRECT or (Q_COPIED and Q_PLACES == 2))
+    k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = buffers
+    q_tiles, q_full, q_empty = queries
+    _, _, _, _, _, _, window = table
+    query, out, T, q_t, q_h, o_t, o_h, scale = ends
+    dtype: gl.constexpr = q_tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    LANES: gl.constexpr = D // 8 if D < 256 else 32
+    io: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+
+    count = 0
+    asked = 0
+    done = 0
+    none = gl.full([_ROWS, BN], 0.0, gl.float32, s_layout)
+    top = gl.full([_ROWS], float("-inf"), gl.float32, s_rows)
+    total = gl.full([_ROWS], 0.0, gl.float32, s_rows)
+    acc = gl.full([_ROWS, D], 0.0, gl.float32, o_layout)
+    tile, head, q_start, q_len, kv_end, base, wrap, n = _hear(orders, done)
+    begin = (tile * CONSUMERS + ME) * _ROWS
+    start = base - BN
+    going = n > 0
+    q_tile = q_tiles.index(ME).reshape([_ROWS, D])
+    if Q_COPIED:
+        mbarrier.wait(q_full.index(0), 0, pred=going)
+    else:
+        at, inside = _places(begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
+        q_tile.store(gl.load(query + at, mask=inside & going, other=0.0))
+        fence_async_shared()
+    mbarrier.wait(k_full.index(0), 0, pred=going)
+    keys = k_buffers.index(0).reshape([BN, D]).permute([1, 0])
+    scores = warpgroup_mma(q_tile, keys, none, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(0), pred=going)
+    most, least = _sight(begin, q_len, kv_end, window, G, CAUSAL, WINDOWED, s_rows)
+    edge, floor = _edge(start, wrap, begin, q_len, kv_end, window, G, BN, CAUSAL, WINDOWED)
+    weights, fade, top, total = _weigh(
+        scores, top, total, start, floor, least, most, edge, scale, BN, BY_HAND
+    )
+    weights = gl.convert_layout(weights.to(dtype), p_layout)
+    left = n - 1
+    fresh = True
+    while going:
+        v_stage = count % STAGES
+        v_phase = (count // STAGES) & 1
+        values = v_buffers.index(v_stage).reshape([BN, D])
+        if WINDOWED:
+            first = gl.maximum(kv_end - q_len - window + 1, 0)
+            if (start < first) & (start + BN > 0):
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                _clear(values, first - start, BN, D)
+        count += 1
+        stage = count % STAGES
+        phase = (count // STAGES) & 1
+        last = left == 0
+        o_begin = begin
+        o_head = head
+        o_start = q_start
+        o_len = q_len
+        o_place = done % Q_PLACES
+        if last:
+            if Q_COPIED and OUT_DIRECT:
+                mbarrier.arrive(q_empty.index(o_place))
+            done += 1
+            tile, head, q_start, q_len, kv_end, base, wrap, n = _hear(orders, done)
+            begin = (tile * CONSUMERS + ME) * _ROWS
+            start = base - BN
+            left = n - 1
+            going = n > 0
+            most, least = _sight(begin, q_len, kv_end, window, G, CAUSAL, WINDOWED, s_rows)
+            if Q_COPIED:
+                mbarrier.wait(q_full.index(done % Q_PLACES), (done // Q_PLACES) & 1, pred=going)
+            else:
+                at, inside = _places(begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
+                q_tiles.index(ME).reshape([_ROWS, D]).store(
+                    gl.load(query + at, mask=inside & going, other=0.0)
+                )
+                fence_async_shared()
+        else:
+            start = _below(start, wrap, BN, WINDOWED)
+            left -= 1
+        q_tile = q_tiles.index(done % Q_PLACES * CONSUMERS + ME).reshape([_ROWS, D])
+        mbarrier.wait(k_full.index(stage), phase, pred=going)
+        if TURNS:
+            mbarrier.wait(my_turn, (asked & 1) ^ (1 if ME == 0 else 0))
+        # Where there is no next item, these are scores of whatever lies there, and not used.
+        keys = k_buffers.index(stage).reshape([BN, D]).permute([1, 0])
+        scores = warpgroup_mma(q_tile, keys, none, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        acc = warpgroup_mma(weights, values, acc, use_acc=fresh == 0, is_async=True)
+        if TURNS:
+            mbarrier.arrive(next_turn)
+            asked += 1
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(k_empty.index(stage), pred=going)
+        whole = total
+        top = gl.where(last, float("-inf"), top)
+        total = gl.where(last, 0.0, total)
+        edge, floor = _edge(start, wrap, begin, q_len, kv_end, window, G, BN, CAUSAL, WINDOWED)
+        newer, fade, top, total = _weigh(
+            scores, top, total, start, floor, least, most, edge, scale, BN, BY_HAND
+        )
+        # Long complete; a branch, above which the assembler does not move the wait for acc.
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        mbarrier.arrive(v_empty.index(v_stage))
+        weights = gl.convert_layout(newer.to(dtype), p_layout)
+        if last:
+            whole = gl.where(whole > 0, whole, 1.0)
+            result = (acc / gl.convert_layout(whole, o_rows)[:, None]).to(dtype)
+            if OUT_DIRECT:
+                at, inside = _places(
+                    _anew(o_begin), o_start, o_len, o_head, T, o_t, o_h, G, D, o_layout
+                )
+                gl.store(out + at, result, mask=inside)
+            else:
+                o_tile = q_tiles.index(o_place * CONSUMERS + ME).reshape([_ROWS, D])
+                o_tile.store(result)
+                at, inside = _places(_anew(o_begin), o_start, o_len, o_head, T, o_t, o_h, G, D, io)
+                gl.store(out + at, o_tile.load(io), mask=inside)
+                fence_async_shared()
+                mbarrier.arrive(q_empty.index(o_place))
+        acc = acc * gl.convert_layout(fade, o_rows)[:, None]
+        fresh = last
+
+
+@gluon.jit
+def _consume(
+    buffers,
+    queries,
+    orders,
+    table,
+    ends,
+    my_turn,
+    next_turn,
+    ME: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    TURNS: gl.constexpr,
+    Q_PLACES: gl.constexpr,
+    Q_COPIED: gl.constexpr,
+    OUT_DIRECT: gl.constexpr,
+    BY_HAND: gl.constexpr,
+    JOINED: gl.constexpr,
+):
+    if JOINED:
+        _consume_joined(
+            buffers,
+            queries,
+            orders,
+            table,
+            ends,
+            my_turn,
+            next_turn,
+            ME,
+            G,
+            D,
+            BN,
+            STAGES,
+            CONSUMERS,
+            CAUSAL,
+            WINDOWED,
+            TURNS,
+            Q_PLACES,
+            Q_COPIED,
+            OUT_DIRECT,
+            BY_HAND,
+        )
+    else:
+        _consume_apart(
+            buffers,
+            queries,
+            orders,
+            table,
+            ends,
+            my_turn,
+            next_turn,
+            ME,
+            G,
+            D,
+            BN,
+            STAGES,
+            CONSUMERS,
+            CAUSAL,
+            WINDOWED,
+            TURNS,
+            Q_PLACES,
+            Q_COPIED,
+            OUT_DIRECT,
+            BY_HAND,
+        )
+
+
 @gluon.jit(do_not_specialize=["T", "rows", "window"])
 def attend_long_hopper(
     query,
@@ -605,6 +880,7 @@ def attend_long_hopper(
     BY_HAND: gl.constexpr,
     COUNTED: gl.constexpr,
     HEADS_FIRST: gl.constexpr,
+    JOINED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Rows of a tile are (query, head of the group), so that a tile reads one KV head once.
@@ -664,10 +940,10 @@ def attend_long_hopper(
             [
                 (_consume, (buffers, queries, orders, table, ends, turn_0, turn_1,
                             0, G, D, BN, STAGES, CONSUMERS, CAUSAL, WINDOWED, TURNS,
-                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND)),
+                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND, JOINED)),
                 (_consume, (buffers, queries, orders, table, ends, turn_1, turn_0,
                             1, G, D, BN, STAGES, CONSUMERS, CAUSAL, WINDOWED, TURNS,
-                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND)),
+                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND, JOINED)),
                 (_produce, (q_desc, k_desc, v_desc, buffers, queries, orders, progress, table,
                             H, G, D, BN, STAGES, CONSUMERS, CAUSAL, WINDOWED,
                             Q_PLACES, Q_COPIED, COUNTED, HEADS_FIRST)),
@@ -681,13 +957,13 @@ def attend_long_hopper(
             [
                 (_consume, (buffers, queries, orders, table, ends, turn_0, turn_1,
                             0, G, D, BN, STAGES, CONSUMERS, CAUSAL, WINDOWED, TURNS,
-                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND)),
+                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND, JOINED)),
                 (_consume, (buffers, queries, orders, table, ends, turn_1, turn_2,
                             1, G, D, BN, STAGES, CONSUMERS, CAUSAL, WINDOWED, TURNS,
-                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND)),
+                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND, JOINED)),
                 (_consume, (buffers, queries, orders, table, ends, turn_2, turn_0,
                             2, G, D, BN, STAGES, CONSUMERS, CAUSAL, WINDOWED, TURNS,
-                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND)),
+                            Q_PLACES, Q_COPIED, OUT_DIRECT, BY_HAND, JOINED)),
                 (_produce, (q_desc, k_desc, v_desc, buffers, queries, orders, progress, table,
                             H, G, D, BN, STAGES, CONSUMERS, CAUSAL, WINDOWED,
                             Q_PLACES, Q_COPIED, COUNTED, HEADS_FIRST)),
