@@ -147,7 +147,7 @@ def _tell(orders, done, item, n):
     _put(numbers.index(at + 0), tile)
     _put(numbers.index(at + 1), head)
     _put(numbers.index(at + 2), q_start)
-    _put(numbers.index(at + 3), q_len)
+    _put(numbers.index(at + 3), gl.where(n > 0, q_len, 0))
     _put(numbers.index(at + 4), kv_end)
     _put(numbers.index(at + 5), base)
     _put(numbers.index(at + 6), wrap)
@@ -323,6 +323,26 @@ def _places(
 
 
 @gluon.jit
+def _load_queries(
+    query,
+    q_tile,
+    begin,
+    q_start,
+    q_len,
+    head,
+    T,
+    q_t,
+    q_h,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    io: gl.constexpr,
+):
+    at, inside = _places(begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
+    q_tile.store(gl.load(query + at, mask=inside, other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
 def _floor(start, wrap, BN: gl.constexpr, WINDOWED: gl.constexpr):
     """The lowest position that the key tile at start can hold."""
     floor = 0
@@ -467,9 +487,7 @@ def _consume_apart(
         if Q_COPIED:
             mbarrier.wait(q_full.index(q_place), (done // Q_PLACES) & 1)
         else:
-            at, inside = _places(begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
-            q_tile.store(gl.load(query + at, mask=inside, other=0.0))
-            fence_async_shared()
+            _load_queries(query, q_tile, begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
 
         # What each row sees, and what all rows do.
         position = kv_end - q_len + (begin + gl.arange(0, _ROWS, s_rows)) // G
@@ -672,9 +690,7 @@ def _consume_joined(
     if Q_COPIED:
         mbarrier.wait(q_full.index(0), 0, pred=going)
     else:
-        at, inside = _places(begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
-        q_tile.store(gl.load(query + at, mask=inside & going, other=0.0))
-        fence_async_shared()
+        _load_queries(query, q_tile, begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
     mbarrier.wait(k_full.index(0), 0, pred=going)
     keys = k_buffers.index(0).reshape([BN, D]).permute([1, 0])
     scores = warpgroup_mma(q_tile, keys, none, use_acc=False, is_async=True)
@@ -719,11 +735,7 @@ def _consume_joined(
             if Q_COPIED:
                 mbarrier.wait(q_full.index(done % Q_PLACES), (done // Q_PLACES) & 1, pred=going)
             else:
-                at, inside = _places(begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
-                q_tiles.index(ME).reshape([_ROWS, D]).store(
-                    gl.load(query + at, mask=inside & going, other=0.0)
-                )
-                fence_async_shared()
+                _load_queries(query, q_tile, begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
         else:
             start = _below(start, wrap, BN, WINDOWED)
             left -= 1
