@@ -16,8 +16,9 @@ class Buffers:
     """For steps of one shape up to ``tokens`` query rows and ``segments`` rows of seq_info.
 
     pieces: int32 [runs, 8]; tiles: int32 [max_tiles, 2]; live: int32 [tokens]; gaps: int32
-    [tokens / GAP_ROWS]; arrivals: int32 [runs * heads], zero whenever no kernel runs;
-    part_acc: float32 [2 * runs * heads, short_rows, dims]; part_sums: float32
+    [tokens / GAP_ROWS]; arrivals: int32 [runs * heads], zero whenever no kernel runs; progress:
+    int32 [2], of the long segments' items those handed out, zero as well, and the query tiles in
+    tiles; part_acc: float32 [2 * runs * heads, short_rows, dims]; part_sums: float32
     [2 * runs * heads, 2, short_rows], where runs are the most of any step. ``owner`` is the step
     whose schedule they hold, None for none; ``drafts``: made for a step that may have drafts.
     """
@@ -29,9 +30,11 @@ class Buffers:
         self.max_tiles = cut.max_long_tiles(tokens, segments)
         gaps = -(-tokens // GAP_ROWS)
         programs = cut.most_runs * cut.heads
-        sizes = (cut.most_runs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, programs)
+        # What the kernels are told to be aligned comes first.
+        sizes = (4, cut.most_runs * PIECE_NUMBERS, 2 * self.max_tiles, tokens, gaps, programs)
         numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.pieces, self.tiles, self.live, self.gaps, self.arrivals = numbers.split(sizes)
+        first, self.pieces, self.tiles, self.live, self.gaps, self.arrivals = numbers.split(sizes)
+        self.progress = first[:2]
         parts = 2 * programs * cut.short_rows
         sums = torch.empty(parts * (dims + 2), dtype=torch.float32, device=device)
         self.part_acc, self.part_sums = sums.split((parts * dims, parts * 2))

@@ -13,7 +13,9 @@ __all__ = [
     "power_of_two",
 ]
 
-HOPPER = (9, 0)
+HOPPER = (9, 0)  # compute capability
+DECODE_HEADS, DECODE_PROGRAMS = 4, 2
+"""Of the decodes' kernel for Hopper: KV heads of a program, programs of a multiprocessor."""
 
 
 def power_of_two(n: int) -> int:
@@ -120,11 +122,10 @@ def choose_tiles(
 
     Short segments are bound by memory: several programs a multiprocessor, each with two tiles of
     K and V (16 KiB each at 2 bytes an element) on their way while it computes on a third. Where
-    decodes have a kernel for Hopper, their runs are cut for that: one of its programs a
-    multiprocessor, each for a block of heads. Long segments are bound by the tensor cores: tiles as
-    large as registers allow, fewer keys with a window, of whose edges a wide tile hides more. At 4
-    bytes an element there are no tensor cores, as products are not rounded to TF32, and operands
-    stay in registers: small tiles.
+    decodes have a kernel for Hopper, their runs are cut for that. Long segments are bound by the
+    tensor cores: tiles as large as registers allow, fewer keys with a window, of whose edges a
+    wide tile hides more. At 4 bytes an element there are no tensor cores, as products are not
+    rounded to TF32, and operands stay in registers: small tiles.
     """
     dims = max(16, power_of_two(head_size))
     wide = dims > 128
@@ -133,10 +134,9 @@ def choose_tiles(
     min_tiles = 4 if dims >= 128 else 2
     short_keys = min(128, max(32, 8192 // dims))
     decode_keys = short_keys
-    if _streams(capability, head_size, small_rows):
-        block = _heads_at_once(heads)
-        runs = max(1, processors * block // heads)
-        min_tiles = max(1, min_tiles // block)
+    if _streams(capability, heads, head_size, small_rows):
+        runs = max(1, DECODE_PROGRAMS * processors * DECODE_HEADS // heads)
+        min_tiles = max(1, min_tiles // DECODE_HEADS)
         decode_keys = 16  # the finer, the more even; keys that boxes share come from the L2 cache
     cut = Cut(
         heads=heads,
@@ -170,20 +170,19 @@ def choose_tiles(
 class HopperTiles:
     """Launch parameters of the long segments' kernel for Hopper.
 
-    keys: of a tile; stages: places for tiles of K, and as many for V. consumers: warpgroups with
-    64 rows of a query tile each, registers: of a thread of theirs. turns: whether they take turns
-    to ask for products.
+    keys: of a tile; stages: places for tiles of K, and as many for V. turns: whether the two
+    consumers take turns to ask for products. query_places: places for query tiles, if the copy
+    engine brings these. direct: results go to memory from registers, and not through the place of
+    the query tile. heads_first: programs go through all query tiles of a head before the next
+    head, and not the other way round.
     """
 
     keys: int
     stages: int
-    consumers: int
-    registers: int
     turns: bool
-
-    def serves(self, rows: int, window: int | None) -> bool:
-        """Whether no tile of a ring that has wrapped goes beyond its last row."""
-        return window is None or rows % self.keys == 0
+    query_places: int
+    direct: bool
+    heads_first: bool
 
 
 def choose_hopper(
@@ -200,35 +199,39 @@ def choose_hopper(
     """
     if capability != HOPPER or element_size != 2 or negate or head_size not in (64, 128, 256):
         return None
-    if cut.long_rows != 128:
-        return None
-    keys = 64 if head_size == 256 or windowed else 128
-    stages = min(4, 2 * 128 * 128 // (keys * head_size))
-    return HopperTiles(keys=keys, stages=stages, consumers=2, registers=240, turns=True)
+    wide = head_size == 256
+    keys = 64 if wide else 128
+    return HopperTiles(
+        keys=keys,
+        stages=min(4, 2 * 128 * 128 // (keys * head_size)),
+        turns=not wide,
+        query_places=1 if wide else 2,
+        direct=wide,
+        heads_first=windowed and not wide,
+    )
 
 
 @dataclass(frozen=True)
 class HopperDecode:
     """Launch parameters of the decodes' kernel for Hopper.
 
-    heads: KV heads of a program, which ``warps`` share. keys: of a warp in a box; a box has
-    heads * keys * (warps / heads) rows of one head. stages: places for boxes. registers: most of
-    a thread before warps are told apart, None for what fits one program a multiprocessor.
+    heads: KV heads of a program, a warp for each. keys: of a box; stages: places for boxes.
+    registers: most of a thread before warps are told apart.
     """
 
     heads: int
     keys: int
-    warps: int
     stages: int
-    registers: int | None
+    registers: int
 
 
-def _heads_at_once(heads: int) -> int:
-    return next(block for block in (8, 4, 2, 1) if heads % block == 0)
-
-
-def _streams(capability: tuple[int, int], head_size: int, small_rows: int) -> bool:
-    return capability == HOPPER and head_size in (64, 128) and small_rows <= 16
+def _streams(capability: tuple[int, int], heads: int, head_size: int, small_rows: int) -> bool:
+    return (
+        capability == HOPPER
+        and heads % DECODE_HEADS == 0
+        and head_size in (64, 128)
+        and small_rows <= 16
+    )
 
 
 def choose_hopper_decode(
@@ -236,12 +239,12 @@ def choose_hopper_decode(
 ) -> HopperDecode | None:
     """The decodes' kernel for layers of a shape on a device; None: not for these.
 
-    Boxes of 32 KiB, of which six are on their way or in use: at 4.4 TB/s a multiprocessor needs 27
-    KiB on their way to hide 0.8 us. With 256 numbers a row, query and result do not fit registers.
+    Boxes of 16 KiB, of which each of a multiprocessor's programs has four on their way or in use:
+    at 4.4 TB/s a multiprocessor needs 27 KiB on their way to hide 0.8 us. With 256 numbers a row,
+    query and result do not fit registers.
     """
-    if not _streams(capability, head_size, cut.small_rows) or element_size != 2 or negate:
+    if element_size != 2 or negate:
         return None
-    keys = 2048 // head_size
-    return HopperDecode(
-        heads=_heads_at_once(cut.heads), keys=keys, warps=8, stages=6, registers=None
-    )
+    if not _streams(capability, cut.heads, head_size, cut.small_rows):
+        return None
+    return HopperDecode(heads=DECODE_HEADS, keys=2048 // head_size, stages=4, registers=128)

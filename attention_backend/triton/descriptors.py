@@ -1,25 +1,30 @@
-"""What the copy engine of Hopper is told about caches."""
+"""What the copy engine of Hopper is told about tensors."""
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["Descriptors"]
+__all__ = ["Descriptors", "describable", "shared_layout"]
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _MOST_DESCRIPTORS = 1024  # two for each layer; more are those of tensors long gone
 _MOST_STRIDE = 1 << 40  # of what a descriptor can say, in bytes
 
 
-def _describable(cache: torch.Tensor) -> bool:
-    """Whether the copy engine can read the cache as it lies in memory."""
-    size = cache.element_size()
-    strides = [stride * size for stride in cache.stride()[:-1]]
+def describable(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine can read the tensor as it lies in memory."""
+    size = tensor.element_size()
+    strides = [stride * size for stride in tensor.stride()[:-1]]
     return (
-        cache.stride(-1) == 1
-        and cache.data_ptr() % 16 == 0
+        tensor.stride(-1) == 1
+        and tensor.data_ptr() % 16 == 0
         and all(0 < stride < _MOST_STRIDE and stride % 16 == 0 for stride in strides)
     )
+
+
+def shared_layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a box lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
 
 
 class Descriptors:
@@ -31,7 +36,7 @@ class Descriptors:
 
     def __init__(self, block: list[int], dtype: torch.dtype, *, by_head: bool = False) -> None:
         self.block, self._by_head = block, by_head
-        self.layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
+        self.layout = shared_layout(block, dtype)
         self._made: dict[tuple[object, ...], TensorDescriptor | None] = {}
 
     def of(self, cache: torch.Tensor) -> TensorDescriptor | None:
@@ -41,7 +46,7 @@ class Descriptors:
             if len(self._made) == _MOST_DESCRIPTORS:
                 self._made.clear()
             made = None
-            if _describable(cache):
+            if describable(cache):
                 # Only the address is kept: a descriptor must not keep the cache alive.
                 columns = cache.permute((1, 2, 0, 3) if self._by_head else (1, 0, 2, 3))
                 made = TensorDescriptor(

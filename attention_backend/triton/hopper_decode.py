@@ -33,16 +33,14 @@ class HopperDecodeLaunch:
         overlap: dict[str, bool],
     ) -> None:
         self.tiles, self.cut = tiles, cut
-        keys = tiles.keys * (tiles.warps // tiles.heads)
-        self.descriptors = Descriptors([1, tiles.heads, keys, head_size], dtype, by_head=True)
-        numbers = MERGED_NUMBERS * 32 * tiles.warps // (PARTS_AT_ONCE * tiles.heads * head_size)
+        self.descriptors = Descriptors([1, tiles.heads, tiles.keys, head_size], dtype, by_head=True)
+        numbers = MERGED_NUMBERS * 32 // (PARTS_AT_ONCE * head_size)
         self.constants: dict[str, Any] = {
             "H": cut.heads,
             "G": cut.group,
             "D": head_size,
             "HB": tiles.heads,
-            "KW": tiles.keys,
-            "WARPS": tiles.warps,
+            "BN": tiles.keys,
             "STAGES": tiles.stages,
             "REGISTERS": 24,
             "ROWS": cut.short_rows,
@@ -52,7 +50,7 @@ class HopperDecodeLaunch:
             "RB": min(power_of_two(cut.group), max(1, numbers)),
             "BP": PARTS_AT_ONCE,
             "BG": GAP_ROWS,
-            "num_warps": tiles.warps,
+            "num_warps": tiles.heads,
             "maxnreg": tiles.registers,
             **OPTIONS,
             **overlap,

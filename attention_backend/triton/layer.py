@@ -47,6 +47,7 @@ def launch_schedule(
         *seq_info.stride(),
         buffers.pieces,
         buffers.tiles,
+        buffers.progress,
         buffers.live,
         buffers.gaps,
         segments,
@@ -108,12 +109,13 @@ def _for_hopper(
     cut: Cut,
     head_size: int,
     dtype: torch.dtype,
+    device: torch.device,
     windowed: bool,
     causal: bool,
 ) -> "HopperLaunch":
     from .hopper import HopperLaunch as Launch  # loads what other devices have no use for
 
-    return Launch(tiles, cut, head_size, dtype, windowed=windowed, causal=causal)
+    return Launch(tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal)
 
 
 def _decodes_for_hopper(
@@ -172,7 +174,7 @@ class LayerLaunch:
         chosen = choose_hopper(capability(device), cut, head_size, dtype.itemsize, windowed, negate)
         self.hopper: HopperLaunch | None = None
         if chosen is not None:
-            self.hopper = _for_hopper(chosen, cut, head_size, dtype, windowed, causal)
+            self.hopper = _for_hopper(chosen, cut, head_size, dtype, device, windowed, causal)
         streams = choose_hopper_decode(capability(device), cut, head_size, dtype.itemsize, negate)
         self.hopper_decode: HopperDecodeLaunch | None = None
         if streams is not None:
@@ -207,8 +209,6 @@ class LayerLaunch:
         """One or two launches; which and how large depends on sizes that the host knows."""
         cut, tokens, segments = self.tiles.cut, query.shape[0], buffers.segments
         hopper = self.hopper
-        if hopper is not None and not hopper.tiles.serves(rows, window):
-            hopper = None
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         # Scores are kept as powers of two. All weights are equal for a scale of 0.
         scale = max(abs(scale) * math.log2(math.e), 1e-30)

@@ -40,17 +40,16 @@ def chosen(
     return choose_hopper_decode(capability, cut, head_size, element_size, negate)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 16, 40])
+@pytest.mark.parametrize("heads", [4, 8, 12, 16, 40])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_a_run_has_a_program_for_each_block_of_heads_and_all_fit_at_once(
     heads: int, head_size: int
 ) -> None:
     cut, tiles = cut_of(heads, 4, head_size), chosen(heads, 4, head_size)
     assert tiles is not None
-    assert heads % tiles.heads == 0 and tiles.warps % tiles.heads == 0
     programs = cut.runs * heads // tiles.heads
-    assert 132 - heads // tiles.heads < programs <= 132
-    assert tiles.stages * tiles.warps * tiles.keys * head_size * 2 < SHARED - (17 << 10)
+    assert 264 - heads // tiles.heads < programs <= 264
+    assert 2 * tiles.stages * tiles.heads * tiles.keys * head_size * 2 < SHARED - (17 << 10)
     assert tiles.keys % 16 == 0
     assert cut.short_keys % cut.decode_keys == 0
     assert cut.least_tiles(False) * cut.decode_keys == cut.least_tiles(True) * cut.short_keys
@@ -58,7 +57,7 @@ def test_a_run_has_a_program_for_each_block_of_heads_and_all_fit_at_once(
 
 
 def test_only_decodes_are_cut_otherwise_than_on_other_devices() -> None:
-    for heads, group, head_size in ((8, 4, 128), (1, 8, 64), (8, 4, 256), (8, 32, 128)):
+    for heads, group, head_size in ((8, 4, 128), (4, 8, 64), (8, 4, 256), (8, 32, 128), (2, 4, 64)):
         plain, ours = (cut_of(heads, group, head_size, at) for at in ((8, 0), HOPPER))
         assert (
             replace(
@@ -86,6 +85,7 @@ def test_other_shapes_and_devices_keep_the_plain_kernel() -> None:
     assert chosen(8, 17, 128) is None
     assert chosen(8, 4, 256) is None
     assert chosen(8, 4, 80) is None
+    assert [heads for heads in range(1, 10) if chosen(heads, 4, 128)] == [4, 8]
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -169,7 +169,7 @@ def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: boo
         signature[name] = kinds.get(name, "i32")
         if name in aligned:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    options = {name: constants[name] for name in ("num_warps", "enable_fp_fusion")}
+    options = {name: constants[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
     source = GluonASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
@@ -180,7 +180,7 @@ def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: boo
     [
         (8, 4, 128, False, True),
         (8, 4, 128, True, False),
-        (1, 8, 128, True, True),
+        (4, 8, 128, True, True),
         (8, 8, 64, False, True),
     ],
     ids=str,
@@ -191,7 +191,7 @@ def test_the_kernel_compiles_for_hopper_and_keeps_all_in_registers(
     from triton import knobs
 
     made = compiled(heads, group, head_size, windowed, causal)
-    assert made.metadata.shared < SHARED and made.metadata.num_warps == 12
+    assert 2 * (made.metadata.shared + 1024) < SHARED and made.metadata.num_warps == 8
     text = made.asm["ptx"]
     for instruction in (
         r"mma\.sync\.aligned\.m16n8k16",
@@ -211,4 +211,4 @@ def test_the_kernel_compiles_for_hopper_and_keeps_all_in_registers(
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None
     registers, stack = map(int, found.groups())
-    assert stack == 0 and registers * 32 * made.metadata.num_warps <= REGISTERS
+    assert stack == 0 and 2 * registers * 32 * made.metadata.num_warps <= REGISTERS

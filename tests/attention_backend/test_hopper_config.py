@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from vllm_kv_columns.attention_backend.triton.config import (
+    HOPPER,
+    Cut,
     HopperTiles,
     choose_hopper,
     choose_tiles,
@@ -17,8 +19,12 @@ from vllm_kv_columns.attention_backend.triton.config import (
 from .cases import HEAD_SIZES
 from .interpreter import INTERPRETED
 
-HOPPER, SHARED = (9, 0), 227 << 10
+SHARED = 227 << 10
 SIZES = (64, 128, 256)
+
+
+def made_cut(head_size: int, group: int, windowed: bool) -> Cut:
+    return choose_tiles(8, group, head_size, 2, 132, windowed, capability=HOPPER).cut
 
 
 def chosen(
@@ -29,7 +35,7 @@ def chosen(
     windowed: bool = False,
     negate: bool = False,
 ) -> HopperTiles | None:
-    cut = choose_tiles(8, 4, head_size, element_size, 132, windowed).cut
+    cut = made_cut(head_size, 4, windowed)
     return choose_hopper(capability, cut, head_size, element_size, windowed, negate)
 
 
@@ -43,9 +49,9 @@ def test_tiles_fit_shared_memory_and_make_up_a_tile_of_the_schedule(
         assert tiles is None
         return
     assert tiles is not None
-    assert 64 * tiles.consumers == choose_tiles(8, 4, head_size, 2, 132, windowed).cut.long_rows
-    assert (128 + 2 * tiles.stages * tiles.keys) * head_size * 2 < SHARED - 1024
-    assert (tiles.consumers * tiles.registers + 24) * 128 <= 1 << 16
+    assert made_cut(head_size, 4, windowed).long_rows == 128
+    shared_rows = 128 * tiles.query_places + 2 * tiles.stages * tiles.keys
+    assert shared_rows * head_size * 2 < SHARED - 1024
 
 
 def test_other_devices_dtypes_and_negative_scales_keep_the_plain_kernel() -> None:
@@ -56,13 +62,7 @@ def test_other_devices_dtypes_and_negative_scales_keep_the_plain_kernel() -> Non
     assert chosen(128, negate=True) is None
 
 
-def test_tiles_must_divide_a_ring_and_need_not_divide_a_flat_layer() -> None:
-    tiles = HopperTiles(keys=64, stages=2, consumers=2, registers=240, turns=True)
-    assert tiles.serves(100, None)
-    assert tiles.serves(640, 512) and not tiles.serves(600, 512)
-
-
-def compiled(head_size: int, windowed: bool, causal: bool) -> Any:
+def compiled(head_size: int, group: int, windowed: bool, causal: bool, dtype: torch.dtype) -> Any:
     """The kernel as a launch with aligned tensors and strides would compile it."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -73,22 +73,30 @@ def compiled(head_size: int, windowed: bool, causal: bool) -> Any:
 
     tiles = chosen(head_size, windowed=windowed)
     assert tiles is not None
-    cut = choose_tiles(8, 4, head_size, 2, 132, windowed).cut
-    launch = HopperLaunch(tiles, cut, head_size, torch.bfloat16, windowed=windowed, causal=causal)
-    cache = torch.empty(256, 2, 8, head_size, dtype=torch.bfloat16)
-    made = launch.descriptors.of(cache)
-    assert made is not None
-    constants = {"info_c": 1, **launch.constants}
+    cut = made_cut(head_size, group, windowed)
+    launch = HopperLaunch(
+        tiles, cut, head_size, dtype, torch.device("cpu"), windowed=windowed, causal=causal
+    )
+    made = launch.descriptors.of(torch.empty(256, 2, 8, head_size, dtype=dtype))
+    queries = launch.query_descriptor(torch.empty(64, 8 * group, head_size, dtype=dtype))
+    assert made is not None and (queries is None) == (64 % group != 0)
+    constants = {"info_c": 1, **launch.query_constants(queries), **launch.constants}
+    constants["OVERLAP"] = True
+    if queries is None:
+        constants["q_desc"] = None
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
     kinds = {
-        **dict.fromkeys(("query", "out"), "*bf16"),
-        **dict.fromkeys(("seq_info", "tiles"), "*i32"),
+        **dict.fromkeys(("query", "out"), f"*{name}"),
+        **dict.fromkeys(("seq_info", "tiles", "progress"), "*i32"),
         **dict.fromkeys(
             ("k_desc", "v_desc"),
-            f"tensordesc<bf16{made.block_shape},{made.layout!r}>",
+            f"tensordesc<{name}{made.block_shape},{made.layout!r}>",
         ),
         "scale": "fp32",
     }
-    aligned = ("query", "out", "seq_info", "tiles", "q_t", "q_h", "o_t", "o_h")
+    if queries is not None:
+        kinds["q_desc"] = f"tensordesc<{name}{queries.block_shape},{queries.layout!r}>"
+    aligned = ("query", "out", "seq_info", "tiles", "progress", "q_t", "q_h", "o_t", "o_h")
     kernel = prefill_hopper.attend_long_hopper
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -105,26 +113,29 @@ def compiled(head_size: int, windowed: bool, causal: bool) -> Any:
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted functions are not compiled")
 @pytest.mark.parametrize(
-    "head_size, windowed, causal",
+    "head_size, group, windowed, causal, dtype",
     [
-        (128, False, True),
-        (128, True, True),
-        (128, False, False),
-        (64, False, True),
-        (256, False, True),
-        (256, True, False),
+        (128, 4, False, True, torch.bfloat16),
+        (128, 4, True, True, torch.bfloat16),
+        (128, 4, False, False, torch.float16),
+        (128, 3, False, True, torch.bfloat16),
+        (64, 8, False, True, torch.bfloat16),
+        (256, 2, False, True, torch.bfloat16),
+        (256, 2, True, False, torch.float16),
     ],
     ids=str,
 )
 def test_the_kernel_compiles_for_hopper(
-    head_size: int, windowed: bool, causal: bool, tmp_path: Path
+    head_size: int, group: int, windowed: bool, causal: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     from triton import knobs
 
-    made = compiled(head_size, windowed, causal)
-    assert made.metadata.shared < SHARED and made.metadata.num_warps == 12
+    made = compiled(head_size, group, windowed, causal, dtype)
+    assert made.metadata.shared < SHARED
+    assert made.metadata.num_warps == 12
     text = made.asm["ptx"]
-    for instruction in (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc"):
+    copies = r"cp\.async\.bulk\.tensor\.4d", r"griddepcontrol\.wait", r"atom\.global"
+    for instruction in (r"wgmma\.mma_async", r"setmaxnreg\.inc", *copies):
         assert re.search(instruction, text), instruction
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(made.asm["cubin"])
@@ -135,5 +146,6 @@ def test_the_kernel_compiles_for_hopper(
         text=True,
     ).stdout
     stack = re.search(r"STACK:(\d+)", usage)
-    # A few numbers that outlive a loop may lie there; scores, weights and results do not fit.
-    assert stack is not None and int(stack.group(1)) <= (256 if head_size == 256 else 16)
+    # Numbers that outlive a loop or that a mask needs may lie there; scores, weights and results
+    # do not fit.
+    assert stack is not None and int(stack.group(1)) <= 256

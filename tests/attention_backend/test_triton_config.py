@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from vllm_kv_columns.attention_backend.triton import layer
-from vllm_kv_columns.attention_backend.triton.config import Cut, choose_tiles, power_of_two
+from vllm_kv_columns.attention_backend.triton.config import HOPPER, Cut, choose_tiles, power_of_two
 from vllm_kv_columns.attention_backend.triton.kernels import decode, prefill, schedule
 
 from .cases import HEAD_SIZES
 from .interpreter import INTERPRETED
 
-HOPPER = {"processors": 132, "shared": 227 << 10}
+DEVICE = {"processors": 132, "shared": 227 << 10}
 
 
 @pytest.mark.parametrize("n, power", [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
@@ -25,19 +25,26 @@ def test_power_of_two(n: int, power: int) -> None:
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16, 17, 71])
 @pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("capability", [(8, 0), HOPPER])
 def test_tiles_fit_and_one_schedule_serves_all_dtypes(
-    head_size: int, group: int, windowed: bool
+    head_size: int, group: int, windowed: bool, capability: tuple[int, int]
 ) -> None:
-    half, single = (choose_tiles(2, group, head_size, size, 132, windowed) for size in (2, 4))
-    assert half.cut == single.cut == choose_tiles(2, group, head_size, 2, 132).cut
+    half, single = (
+        choose_tiles(2, group, head_size, size, 132, windowed, capability) for size in (2, 4)
+    )
+    assert (
+        half.cut
+        == single.cut
+        == choose_tiles(2, group, head_size, 2, 132, capability=capability).cut
+    )
     for tiles in (half, single):
         assert tiles.dims >= head_size and tiles.dims & (tiles.dims - 1) == 0
         assert tiles.cut.short_rows >= max(16, group)
         assert tiles.cut.long_rows % tiles.long_rows == 0
     keys = half.long_keys * half.long_stages * 2
-    assert (half.long_rows + keys) * half.dims * 2 <= HOPPER["shared"]
+    assert (half.long_rows + keys) * half.dims * 2 <= DEVICE["shared"]
     keys = half.cut.short_keys * (half.decode.stages - 1) * 2
-    assert half.cut.runs * half.cut.heads // 132 * keys * half.dims * 2 <= HOPPER["shared"]
+    assert half.cut.runs * half.cut.heads // 132 * keys * half.dims * 2 <= DEVICE["shared"]
     assert half.decode.rows == half.cut.small_rows <= half.draft.rows == half.cut.short_rows
     assert single.cut.short_rows % single.draft.rows == 0
 
@@ -63,7 +70,9 @@ def test_no_long_segment_fits_a_small_step() -> None:
 
 POINTERS = {
     **dict.fromkeys(("query", "key_cache", "value_cache", "out"), ""),
-    **dict.fromkeys(("seq_info", "pieces", "tiles", "live", "gaps", "arrivals"), "*i32"),
+    **dict.fromkeys(
+        ("seq_info", "pieces", "tiles", "live", "gaps", "arrivals", "progress"), "*i32"
+    ),
     **dict.fromkeys(("part_acc", "part_sums"), "*fp32"),
 }
 ONES = {"info_c", "q_d", "k_d", "v_d", "o_d"}
@@ -95,7 +104,7 @@ def compile_for_hopper(kernel: Any, arguments: dict[str, Any], dtype: str) -> An
 
 
 def parameters(head_size: int, dtype: torch.dtype, window: bool, monkeypatch: Any) -> Any:
-    monkeypatch.setattr(layer, "processors", lambda device: HOPPER["processors"])
+    monkeypatch.setattr(layer, "processors", lambda device: DEVICE["processors"])
     return layer.LayerLaunch(
         8,
         4,
@@ -140,7 +149,7 @@ def test_attention_compiles_for_hopper(
             "maxnreg": tiles.registers,
         }
         short = compile_for_hopper(decode.attend_short, made._short | step, name)
-        at_once = 1 if single else -(-runs * cut.heads // HOPPER["processors"])
+        at_once = 1 if single else -(-runs * cut.heads // DEVICE["processors"])
         assert at_once * (short.metadata.shared + 1024) <= 228 << 10
         assert "cp.async" in short.asm["ptx"]
     long = compile_for_hopper(prefill.attend_long, made._long | {"OVERLAP": True}, name)

@@ -2,9 +2,9 @@
 
 Program (run, block of HB KV heads) walks the run's segments, as in ``decode.py``. Its last warp,
 the producer, lets the copy engine bring boxes of BN keys of all HB heads into a ring in shared
-memory, K and V in turn, far ahead of the use. Of the WARPS others each takes one head, and with
-fewer heads than warps a part of the keys of a box, through products of its own: while keys stream,
-warps exchange nothing but the news that a box is full or free.
+memory, K and V in turn, far ahead of the use. Each of the HB others takes one head, through
+products of its own: while keys stream, warps exchange nothing but the news that a box is full or
+free.
 
 Rows of a column beyond its last key may be no memory at all, so the last box of a section of keys
 ends where the section does, on top of the one before or, below row 0, on rows that the copy engine
@@ -158,92 +158,36 @@ def _axes(layout: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def _put(
-    values, column, whole, q_start, q_len, head, run, is_first, T, out, part_acc, o_t, o_h,
-    H: gl.constexpr, G: gl.constexpr, HB: gl.constexpr, C: gl.constexpr, D: gl.constexpr,
-    ROWS: gl.constexpr,
-):  # fmt: skip
-    """Columns column .. column + C of the rows of all heads, to out if whole, else to the part."""
-    layout: gl.constexpr = values.type.layout
-    h, row, dim = _axes(layout, HB, _ROWS, C)
-    inside = row < q_len * G
-    if whole:
-        token = q_start + row // G
-        q_head = (head + h) * G + row % G
-        at = token.to(gl.int64) * o_t + q_head.to(gl.int64) * o_h + (column + dim)
-        gl.store(out + at, values.to(out.dtype.element_ty), mask=inside & (token < T))
-    else:
-        part = 2 * (run * H + head + h) + is_first
-        gl.store(part_acc + (part * ROWS + row) * D + (column + dim), values, mask=inside)
-
-
-@gluon.jit
-def _folded(values, HB: gl.constexpr, KS: gl.constexpr, C: gl.constexpr):
-    """Sums over the warps of a head."""
-    return gl.sum(gl.reshape(values, [HB, KS, _ROWS, C]), 1)
-
-
-@gluon.jit
-def _halves(values, WARPS: gl.constexpr, C: gl.constexpr):
-    return gl.split(gl.permute(gl.reshape(values, [WARPS, _ROWS, 2, C // 2]), [0, 1, 3, 2]))
-
-
-@gluon.jit
 def _finish(
     acc, top, total, scale, whole, q_start, q_len, head, run, is_first, T, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, WARPS: gl.constexpr,
-    ROWS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Write the result, or leave it as a part: of a head whose keys warps share, added up."""
+    """Write the result if it is whole, else leave it as a part."""
     _, out, part_acc, part_sums, _, _, o_t, o_h = ends
-    KS: gl.constexpr = WARPS // HB
-    rows_of: gl.constexpr = top.type.layout
-    if KS > 1:
-        most = gl.max(gl.reshape(top, [HB, KS, _ROWS]), 1)
-        shared = gl.reshape(gl.expand_dims(most, 1).broadcast_to([HB, KS, _ROWS]), [WARPS, _ROWS])
-        shared = gl.convert_layout(shared, rows_of)
-        fade = gl.where(shared == float("-inf"), 0.0, gl.exp2((top - shared) * scale))
-        total = gl.sum(gl.reshape(total * fade, [HB, KS, _ROWS]), 1)
-        top = most
-        all_of = gl.reshape(gl.expand_dims(total, 1).broadcast_to([HB, KS, _ROWS]), [WARPS, _ROWS])
-        all_of = gl.convert_layout(all_of, rows_of)
-        acc = acc * fade[:, :, None]
-    else:
-        all_of = total
+    layout: gl.constexpr = acc.type.layout
+    h, row, dim = _axes(layout, HB, _ROWS, D)
+    inside = row < q_len * G
     if whole:
-        acc = acc / gl.where(all_of > 0, all_of, 1.0)[:, :, None]
+        result = acc / gl.where(total > 0, total, 1.0)[:, :, None]
+        token = q_start + row // G
+        q_head = (head + h) * G + row % G
+        at = token.to(gl.int64) * o_t + q_head.to(gl.int64) * o_h + dim
+        gl.store(out + at, result.to(out.dtype.element_ty), mask=inside & (token < T))
     else:
-        sums: gl.constexpr = top.type.layout
-        row = gl.arange(0, _ROWS, gl.SliceLayout(0, sums))[None, :]
-        h = gl.arange(0, HB, gl.SliceLayout(1, sums))[:, None]
         part = 2 * (run * H + head + h) + is_first
-        at = part_sums + part * 2 * ROWS + row
-        inside = row < q_len * G
-        gl.store(at, top * scale, mask=inside)
-        gl.store(at + ROWS, gl.convert_layout(total, sums), mask=inside)
-    if KS > 1:
-        # By quarters: a sum over warps goes through shared memory.
-        C: gl.constexpr = D // 4
-        left, right = _halves(acc, WARPS, D)
-        first, second = _halves(left, WARPS, D // 2)
-        third, fourth = _halves(right, WARPS, D // 2)
-        _put(_folded(first, HB, KS, C), 0, whole, q_start, q_len, head, run, is_first, T,
-             out, part_acc, o_t, o_h, H, G, HB, C, D, ROWS)  # fmt: skip
-        _put(_folded(second, HB, KS, C), C, whole, q_start, q_len, head, run, is_first, T,
-             out, part_acc, o_t, o_h, H, G, HB, C, D, ROWS)  # fmt: skip
-        _put(_folded(third, HB, KS, C), 2 * C, whole, q_start, q_len, head, run, is_first, T,
-             out, part_acc, o_t, o_h, H, G, HB, C, D, ROWS)  # fmt: skip
-        _put(_folded(fourth, HB, KS, C), 3 * C, whole, q_start, q_len, head, run, is_first, T,
-             out, part_acc, o_t, o_h, H, G, HB, C, D, ROWS)  # fmt: skip
-    else:
-        _put(acc, 0, whole, q_start, q_len, head, run, is_first, T,
-             out, part_acc, o_t, o_h, H, G, HB, D, D, ROWS)  # fmt: skip
+        gl.store(part_acc + (part * ROWS + row) * D + dim, acc, mask=inside)
+        sums: gl.constexpr = top.type.layout
+        sums_row = gl.arange(0, _ROWS, gl.SliceLayout(0, sums))[None, :]
+        sums_head = head + gl.arange(0, HB, gl.SliceLayout(1, sums))[:, None]
+        to = part_sums + (2 * (run * H + sums_head) + is_first) * 2 * ROWS + sums_row
+        gl.store(to, top * scale, mask=sums_row < q_len * G)
+        gl.store(to + ROWS, total, mask=sums_row < q_len * G)
 
 
 @gluon.jit
 def _combine(
     owner, first, n, step, final, q_start, q_len, head, T, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, WARPS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr,
     ROWS: gl.constexpr, RB: gl.constexpr, BP: gl.constexpr,
 ):  # fmt: skip
     """Add up n parts of the segment, the first-th and every step-th from it.
@@ -253,7 +197,7 @@ def _combine(
     _, out, part_acc, part_sums, _, _, o_t, o_h = ends
     LANES: gl.constexpr = 16 if D == 64 else 32
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 4], [1, 1, 32 // LANES, LANES], [1, HB, WARPS // HB, 1], [3, 2, 1, 0]
+        [1, 1, 1, 4], [1, 1, 32 // LANES, LANES], [1, HB, 1, 1], [3, 2, 1, 0]
     )
     L3: gl.constexpr = gl.SliceLayout(0, L)
     sums: gl.constexpr = gl.SliceLayout(3, L)
@@ -324,7 +268,7 @@ def _arrive(counter, expected):
 @gluon.jit
 def _merge(
     owner, run, q_start, q_len, head, T, pieces, arrivals, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, WARPS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr,
     ROWS: gl.constexpr, RB: gl.constexpr, BP: gl.constexpr,
 ):  # fmt: skip
     """Say that the part is there. The last to come merges them, always in the order of the runs.
@@ -345,7 +289,7 @@ def _merge(
             if go:
                 _combine(
                     owner, first, size, 1, False, q_start, q_len, head, T, ends,
-                    H, G, D, HB, WARPS, ROWS, RB, BP,
+                    H, G, D, HB, ROWS, RB, BP,
                 )  # fmt: skip
         n = (parts + _GROUP - 1) // _GROUP
         step = _GROUP
@@ -354,18 +298,18 @@ def _merge(
         if go:
             _combine(
                 owner, 0, n, step, True, q_start, q_len, head, T, ends,
-                H, G, D, HB, WARPS, ROWS, RB, BP,
+                H, G, D, HB, ROWS, RB, BP,
             )  # fmt: skip
 
 
 @gluon.jit
 def _zero_rows(
     out, live, gaps, T, o_t, o_h,
-    HQ: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr, BG: gl.constexpr,
+    HQ: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, BG: gl.constexpr,
 ):  # fmt: skip
     """Zero the rows that have no segment, in blocks of BG."""
     LANES: gl.constexpr = D // 8 if D < 256 else 32
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [HB, 1], [1, 0])
     dim = gl.arange(0, D, gl.SliceLayout(0, L))[None, :]
     nothing = gl.full([BG, D], 0.0, out.dtype.element_ty, L)
     for block in range(gl.program_id(0), (T + BG - 1) // BG, gl.num_programs(0)):
@@ -389,8 +333,7 @@ def _consume(
     G: gl.constexpr,
     D: gl.constexpr,
     HB: gl.constexpr,
-    KW: gl.constexpr,
-    WARPS: gl.constexpr,
+    BN: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
@@ -408,9 +351,7 @@ def _consume(
     query, out, _, _, q_t, q_h, o_t, o_h = ends
     live, gaps, arrivals = counts
     dtype: gl.constexpr = boxes.dtype
-    KS: gl.constexpr = WARPS // HB
-    BN: gl.constexpr = KW * KS
-    L: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    L: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [HB, 1, 1], [1, 16, 8])
     left_side: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     right_side: gl.constexpr = gl.DotOperandLayout(1, L, 2)
     rows_of: gl.constexpr = gl.SliceLayout(2, L)
@@ -421,12 +362,10 @@ def _consume(
     left = gl.load(pieces + run * 8 + 2)
     owner = gl.load(pieces + run * 8 + 4)
 
-    warp, q_row, q_dim = _axes(left_side, WARPS, _ROWS, D)
-    q_h_at = (head + warp // KS) * G + q_row % G
-    s_warp, s_row, s_key = _axes(L, WARPS, _ROWS, KW)
-    s_key = s_warp % KS * KW + s_key
-    v_warp, v_key, _dims = _axes(right_side, WARPS, KW, D)
-    v_key = v_warp % KS * KW + v_key
+    warp, q_row, q_dim = _axes(left_side, HB, _ROWS, D)
+    q_h_at = (head + warp) * G + q_row % G
+    _warp, s_row, s_key = _axes(L, HB, _ROWS, BN)
+    _warp, v_key, _dim = _axes(right_side, HB, BN, D)
 
     count = 0
     while left > 0:
@@ -443,18 +382,18 @@ def _consume(
         q = gl.load(q_at, mask=(q_row < q_len * G) & (token < T), other=0.0)
         position = kv_end - q_len + s_row // G
 
-        acc = gl.full([WARPS, _ROWS, D], 0.0, gl.float32, L)
-        top = gl.full([WARPS, _ROWS], float("-inf"), gl.float32, rows_of)
-        total = gl.full([WARPS, _ROWS], 0.0, gl.float32, rows_of)
+        acc = gl.full([HB, _ROWS, D], 0.0, gl.float32, L)
+        top = gl.full([HB, _ROWS], float("-inf"), gl.float32, rows_of)
+        total = gl.full([HB, _ROWS], 0.0, gl.float32, rows_of)
         for i in range(n):
             start, low, _row = _box(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
             stage = count % STAGES
             phase = (count // STAGES) & 1
             mbarrier.wait(full.index(stage), phase)
-            keys = boxes.index(stage).reshape([WARPS, KW, D]).permute([0, 2, 1]).load(right_side)
+            keys = boxes.index(stage).reshape([HB, BN, D]).permute([0, 2, 1]).load(right_side)
             _all_here()  # all have read it
             mbarrier.arrive(empty.index(stage))
-            scores = mma_v2(q, keys, gl.full([WARPS, _ROWS, KW], 0.0, gl.float32, L))
+            scores = mma_v2(q, keys, gl.full([HB, _ROWS, BN], 0.0, gl.float32, L))
 
             edge = start < low
             if CAUSAL:
@@ -478,7 +417,7 @@ def _consume(
             stage = (count + 1) % STAGES
             phase = ((count + 1) // STAGES) & 1
             mbarrier.wait(full.index(stage), phase)
-            values = boxes.index(stage).reshape([WARPS, KW, D]).load(right_side)
+            values = boxes.index(stage).reshape([HB, BN, D]).load(right_side)
             _all_here()
             mbarrier.arrive(empty.index(stage))
             if start < low:
@@ -491,18 +430,18 @@ def _consume(
         is_first = (tile == 0).to(gl.int32)
         _finish(
             acc, top, total, scale, whole, q_start, q_len, head, run, is_first, T, ends,
-            H, G, D, HB, WARPS, ROWS,
+            H, G, D, HB, ROWS,
         )  # fmt: skip
         if not whole:
             owner = gl.where(tile == 0, run, owner)
             _merge(
                 owner, run, q_start, q_len, head, T, pieces, arrivals, ends,
-                H, G, D, HB, WARPS, ROWS, RB, BP,
+                H, G, D, HB, ROWS, RB, BP,
             )  # fmt: skip
         left = gl.where(n_tiles > 0, left - take, 0)
         tile = tile * 0
         seg += 1
-    _zero_rows(out, live, gaps, T, o_t, o_h, H * G, D, WARPS, BG)
+    _zero_rows(out, live, gaps, T, o_t, o_h, H * G, D, HB, BG)
 
 
 @gluon.jit(do_not_specialize=["S", "T", "rows", "window"])
@@ -533,8 +472,7 @@ def attend_decodes_hopper(
     G: gl.constexpr,
     D: gl.constexpr,
     HB: gl.constexpr,
-    KW: gl.constexpr,
-    WARPS: gl.constexpr,
+    BN: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -550,12 +488,11 @@ def attend_decodes_hopper(
 
     The layer's only attention kernel: what earlier kernels have written is awaited by all warps.
 
-    Descriptors are of [columns, H, rows, D]. KEYS: of a tile of the schedule, KW: of a warp in a
-    box, ROWS: of a part. scale is positive. Dimensions of query and out lie side by side.
+    Descriptors are of [columns, H, rows, D]. KEYS: of a tile of the schedule, BN: of a box,
+    ROWS: of a part. scale is positive. Dimensions of query and out lie side by side.
     """
-    gl.static_assert(H % HB == 0 and WARPS % HB == 0)
+    gl.static_assert(H % HB == 0)
     dtype: gl.constexpr = k_desc.dtype
-    BN: gl.constexpr = KW * (WARPS // HB)
     boxes = gl.allocate_shared_memory(dtype, [STAGES, 1, HB, BN, D], k_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -570,7 +507,7 @@ def attend_decodes_hopper(
     gl.warp_specialize(
         [
             (_consume, (ring, table, ends, counts, scale,
-                        H, G, D, HB, KW, WARPS, STAGES, ROWS, KEYS, CAUSAL, WINDOWED,
+                        H, G, D, HB, BN, STAGES, ROWS, KEYS, CAUSAL, WINDOWED,
                         RB, BP, BG, OVERLAP)),
             (_produce, (k_desc, v_desc, ring, table,
                         H, G, D, HB, BN, STAGES, ROWS, KEYS, WINDOWED, OVERLAP)),

@@ -8,10 +8,14 @@ products do, and consumers take turns to ask, so that one's softmax runs while a
 do. All walk the keys from the last one seen to the first.
 
 Rows of a column beyond its last key may be no memory at all, so key tiles are laid from the last
-key that the query tile sees downwards: the lowest one may begin before row 0, which the copy
-engine fills with zeros. A ring that has wrapped has all of its rows; there tiles are laid on
-multiples of their size, which must divide the ring. What a tile then holds besides the keys is
-masked, and cleared in V, since 0 * NaN is NaN.
+key that the query tile sees downwards. One may begin before row 0, which the copy engine fills
+with zeros; in a ring that has wrapped the next tile goes on from the ring's last row. What a tile
+holds besides the keys is masked, and what a window has left behind is cleared in V, since 0 * NaN
+is NaN.
+
+Query tiles take unequal time. The producer asks for the next one while its consumers still have
+key tiles to go on with, so that whoever is free first takes it and its first tiles are there when
+the consumers are.
 """
 
 from triton.experimental import gluon
@@ -24,45 +28,57 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .order import after_earlier_kernels, let_later_kernels_start
+
 # Triton renamed it after 3.6.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
+_CONSUMERS = gl.constexpr(2)
 _ROWS = gl.constexpr(64)  # of a consumer
+_NUMBERS = gl.constexpr(8)  # that say what an item is
+_ORDERS = gl.constexpr(2)  # items that the producer may be ahead
 
 
 @gluon.jit
-def _item(x, tiles, items, H: gl.constexpr):
-    """Segment, -1 for none, and query tile of item x."""
-    entry = tiles + x // H * 2
-    seg = gl.load(entry, mask=x < items, other=-1)
-    tile = gl.load(entry + 1, mask=x < items, other=0)
-    return seg, tile
+def _take(progress, total):
+    """The next item of this program; total or more: there is none.
+
+    A program's first item is that of its number, the others go to whoever asks. Who asks last of
+    all, the total-th, leaves the counter at 0 for the next launch.
+    """
+    before = gl.atomic_add(progress, 1, sem="relaxed")
+    if before == total - 1:
+        gl.store(progress, 0)
+    return gl.num_programs(0) + before
 
 
 @gluon.jit
-def _nth(n):
-    """The n-th item of this program: there and back again, so that long items find short ones."""
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    return n * programs + gl.where(n % 2 == 0, place, programs - 1 - place)
-
-
-@gluon.jit
-def _span(
-    seg,
-    tile,
-    seq_info,
-    info_s,
-    info_c,
-    rows,
-    window,
+def _describe(
+    x,
+    table,
+    H: gl.constexpr,
     G: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
+    HEADS_FIRST: gl.constexpr,
 ):
-    """The segment, where the top key tile ends and how many there are."""
+    """Item x: query tile, head, what its segment is, where the top key tile ends, how many.
+
+    wrap: the highest position in row 0 of the column that may be seen. HEADS_FIRST: neighbouring
+    items share a head, not a query tile.
+    """
+    seq_info, tiles, info_s, info_c, used, rows, window = table
+    if HEADS_FIRST:
+        head = x // gl.maximum(used, 1)
+        entry = x % gl.maximum(used, 1)
+    else:
+        head = x % H
+        entry = x // H
+    known = x < used * H
+    seg = gl.load(tiles + entry * 2, mask=known, other=0)
+    tile = gl.load(tiles + entry * 2 + 1, mask=known, other=0)
     info = seq_info + seg * info_s
     q_start = gl.load(info)
     q_len = gl.load(info + info_c)
@@ -72,12 +88,79 @@ def _span(
     low = 0
     if CAUSAL:
         base = gl.minimum(kv_end - q_len + (tile * BM + BM - 1) // G + 1, kv_end)
+    wrap = 0
+    n = 0
     if WINDOWED:
         low = gl.maximum(kv_end - q_len + tile * BM // G - window + 1, 0)
-        base = gl.where(kv_end > rows, (base + BN - 1) // BN * BN, base)
+        wrap = gl.maximum(base - 1, 0) // rows * rows
+        if wrap > low:
+            n = (base - wrap + BN - 1) // BN
+            base_below = wrap
+        else:
+            base_below = base
+        n += (base_below - low + BN - 1) // BN
+    else:
+        n = (base - low + BN - 1) // BN
     # A tile whose queries see nothing takes one that is masked.
-    n = gl.maximum((base - low + BN - 1) // BN, 1)
-    return q_start, q_len, col, kv_end, base, n
+    return tile, head, q_start, q_len, col, kv_end, base, wrap, gl.maximum(n, 1)
+
+
+@gluon.jit
+def _below(start, wrap, BN: gl.constexpr, WINDOWED: gl.constexpr):
+    """Where the key tile below the one at start begins."""
+    if WINDOWED:
+        start = gl.where((start < wrap) & (start + BN > wrap), wrap, start)
+    return start - BN
+
+
+@gluon.jit
+def _put(place, number):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    place.store(gl.full([1], 0, gl.int32, layout) + number)
+
+
+@gluon.jit
+def _get(place):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(place.load(layout), 0)
+
+
+@gluon.jit
+def _tell(orders, done, item, n):
+    """Hand an item to the consumers; n: its key tiles, 0 to end their work."""
+    numbers, told, heard = orders
+    tile, head, q_start, q_len, _, kv_end, base, wrap, _ = item
+    slot = done % _ORDERS
+    mbarrier.wait(heard.index(slot), ((done // _ORDERS) & 1) ^ 1)
+    at = slot * _NUMBERS
+    _put(numbers.index(at + 0), tile)
+    _put(numbers.index(at + 1), head)
+    _put(numbers.index(at + 2), q_start)
+    _put(numbers.index(at + 3), gl.where(n > 0, q_len, 0))
+    _put(numbers.index(at + 4), kv_end)
+    _put(numbers.index(at + 5), base)
+    _put(numbers.index(at + 6), wrap)
+    _put(numbers.index(at + 7), n)
+    mbarrier.arrive(told.index(slot))
+
+
+@gluon.jit
+def _hear(orders, done):
+    """The item that the producer handed over as its done-th."""
+    numbers, told, heard = orders
+    slot = done % _ORDERS
+    mbarrier.wait(told.index(slot), (done // _ORDERS) & 1)
+    at = slot * _NUMBERS
+    tile = _get(numbers.index(at + 0))
+    head = _get(numbers.index(at + 1))
+    q_start = _get(numbers.index(at + 2))
+    q_len = _get(numbers.index(at + 3))
+    kv_end = _get(numbers.index(at + 4))
+    base = _get(numbers.index(at + 5))
+    wrap = _get(numbers.index(at + 6))
+    n = _get(numbers.index(at + 7))
+    mbarrier.arrive(heard.index(slot))
+    return tile, head, q_start, q_len, kv_end, base, wrap, n
 
 
 @gluon.jit
@@ -87,71 +170,111 @@ def _bring(
     full,
     empty,
     count,
-    i,
-    base,
+    start,
     col,
     head,
+    wrap,
     rows,
     BN: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
-    """Bring key tile i of the item, the count-th of all, when its place is free."""
+    """Bring the key tile at position start, the count-th of all, when its place is free."""
     stage = count % STAGES
     phase = (count // STAGES) & 1
-    start = base - (i + 1) * BN
+    row = start
     if WINDOWED:
-        start = gl.where(start >= rows, start % rows, start)
+        row = start - gl.where((start + BN > wrap) | (wrap == 0), wrap, wrap - rows)
     mbarrier.wait(empty.index(stage), phase ^ 1)
     mbarrier.expect(full.index(stage), BN * D * 2)
-    _copy(desc, [col, start, head, 0], full.index(stage), buffers.index(stage))
+    _copy(desc, [col, row, head, 0], full.index(stage), buffers.index(stage))
+
+
+@gluon.jit
+def _bring_queries(
+    desc,
+    queries,
+    done,
+    tile,
+    head,
+    q_start,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    Q_PLACES: gl.constexpr,
+):
+    """Bring the query tile of the done-th item when its place is free."""
+    q_tiles, q_full, q_empty = queries
+    TOKENS: gl.constexpr = _ROWS // G
+    place = done % Q_PLACES
+    phase = (done // Q_PLACES) & 1
+    mbarrier.wait(q_empty.index(place), phase ^ 1)
+    mbarrier.expect(q_full.index(place), _CONSUMERS * _ROWS * D * 2)
+    for i in gl.static_range(_CONSUMERS):
+        at = [q_start + (tile * _CONSUMERS + i) * TOKENS, head * G, 0]
+        _copy(desc, at, q_full.index(place), q_tiles.index(place * _CONSUMERS + i))
 
 
 @gluon.jit
 def _produce(
+    q_desc,
     k_desc,
     v_desc,
     buffers,
+    queries,
+    orders,
+    progress,
     table,
     H: gl.constexpr,
     G: gl.constexpr,
     D: gl.constexpr,
-    BM: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
+    Q_PLACES: gl.constexpr,
+    Q_COPIED: gl.constexpr,
+    HEADS_FIRST: gl.constexpr,
 ):
+    BM: gl.constexpr = _ROWS * _CONSUMERS
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = buffers
-    seq_info, tiles, info_s, info_c, _, rows, window, items = table
+    _, _, _, _, used, rows, _ = table
+    total = used * H
     count = 0
     done = 0
-    x = _nth(done)
-    seg, tile = _item(x, tiles, items, H)
-    while seg >= 0:
-        head = x % H
-        _, _, col, _, base, n = _span(
-            seg, tile, seq_info, info_s, info_c, rows, window, G, BM, BN, CAUSAL, WINDOWED
-        )
+    x = gl.program_id(0)
+    item = _describe(x, table, H, G, BM, BN, CAUSAL, WINDOWED, HEADS_FIRST)
+    while x < total:
+        tile, head, q_start, _, col, _, base, wrap, n = item
+        _tell(orders, done, item, n)
+        start = base - BN
         _bring(
-            k_desc, k_buffers, k_full, k_empty, count, 0, base, col, head, rows,
+            k_desc, k_buffers, k_full, k_empty, count, start, col, head, wrap, rows,
             BN, D, STAGES, WINDOWED,
         )  # fmt: skip
-        for i in range(n):
-            if i + 1 < n:
-                _bring(
-                    k_desc, k_buffers, k_full, k_empty, count + 1, i + 1, base, col, head, rows,
-                    BN, D, STAGES, WINDOWED,
-                )  # fmt: skip
+        if Q_COPIED:
+            _bring_queries(q_desc, queries, done, tile, head, q_start, G, D, Q_PLACES)
+        for _i in range(1, n):
+            below = _below(start, wrap, BN, WINDOWED)
             _bring(
-                v_desc, v_buffers, v_full, v_empty, count, i, base, col, head, rows,
+                k_desc, k_buffers, k_full, k_empty, count + 1, below, col, head, wrap, rows,
                 BN, D, STAGES, WINDOWED,
             )  # fmt: skip
+            _bring(
+                v_desc, v_buffers, v_full, v_empty, count, start, col, head, wrap, rows,
+                BN, D, STAGES, WINDOWED,
+            )  # fmt: skip
+            start = below
             count += 1
         done += 1
-        x = _nth(done)
-        seg, tile = _item(x, tiles, items, H)
+        x = _take(progress, total)
+        item = _describe(x, table, H, G, BM, BN, CAUSAL, WINDOWED, HEADS_FIRST)
+        _bring(
+            v_desc, v_buffers, v_full, v_empty, count, start, col, head, wrap, rows,
+            BN, D, STAGES, WINDOWED,
+        )  # fmt: skip
+        count += 1
+    _tell(orders, done, item, 0)
 
 
 @gluon.jit
@@ -186,15 +309,44 @@ def _places(
 
 
 @gluon.jit
-def _clear(values, first, last, BN: gl.constexpr, D: gl.constexpr):
-    """Zero the rows of V outside first .. last. Other consumers write the same."""
+def _load_queries(
+    query,
+    q_tile,
+    begin,
+    q_start,
+    q_len,
+    head,
+    T,
+    q_t,
+    q_h,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    io: gl.constexpr,
+):
+    at, inside = _places(begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
+    q_tile.store(gl.load(query + at, mask=inside, other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _floor(start, wrap, BN: gl.constexpr, WINDOWED: gl.constexpr):
+    """The lowest position that the key tile at start can hold."""
+    floor = 0
+    if WINDOWED:
+        floor = gl.where(start + BN > wrap, wrap, 0)
+    return floor
+
+
+@gluon.jit
+def _clear(values, first, BN: gl.constexpr, D: gl.constexpr):
+    """Zero the rows of V before first. Other consumers write the same."""
     PART: gl.constexpr = 32 if D < 256 else 16
     LANES: gl.constexpr = D // 8 if D < 256 else 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     row = gl.arange(0, PART, gl.SliceLayout(1, layout))
     for part in gl.static_range(BN // PART):
         n = row + part * PART
-        known = (n >= first) & (n < last)
+        known = n >= first
         piece = values.slice(part * PART, PART)
         piece.store(gl.where(known[:, None], piece.load(layout), 0.0))
     fence_async_shared()
@@ -206,6 +358,7 @@ def _weigh(
     top,
     total,
     start,
+    floor,
     least,
     most,
     edge,
@@ -215,12 +368,14 @@ def _weigh(
     """One step of softmax: weights, the factor for older sums, new top and total.
 
     scores are unscaled; top is the largest of them so far, total the sum of weights. A row sees
-    keys least .. most, both included; edge says that some row does not see all of the tile.
+    keys least .. most, both included, of this tile none below floor; edge says that some row does
+    not see all of the tile.
     """
     if edge:
         columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-        n = gl.arange(0, BN, columns)[None, :]
-        seen = (n <= (most - start)[:, None]) & (n >= (least - start)[:, None])
+        n = (gl.arange(0, BN, columns) + _anew(0))[None, :]
+        lowest = gl.maximum(least, floor) - start
+        seen = (n <= (most - start)[:, None]) & (n >= lowest[:, None])
         scores = gl.where(seen, scores, float("-inf"))
     new = gl.maximum(top, gl.max(scores, 1))
     shift = gl.where(new == float("-inf"), 0.0, new * scale)  # -inf - -inf would be NaN
@@ -232,27 +387,30 @@ def _weigh(
 
 @gluon.jit
 def _consume(
-    q_tile,
     buffers,
+    queries,
+    orders,
     table,
     ends,
     my_turn,
     next_turn,
     ME: gl.constexpr,
-    H: gl.constexpr,
     G: gl.constexpr,
     D: gl.constexpr,
-    BM: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     TURNS: gl.constexpr,
+    Q_PLACES: gl.constexpr,
+    Q_COPIED: gl.constexpr,
+    OUT_DIRECT: gl.constexpr,
 ):
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = buffers
-    seq_info, tiles, info_s, info_c, T, rows, window, items = table
-    query, out, q_t, q_h, o_t, o_h, scale = ends
-    dtype: gl.constexpr = q_tile.dtype
+    q_tiles, q_full, q_empty = queries
+    _, _, _, _, _, _, window = table
+    query, out, T, q_t, q_h, o_t, o_h, scale = ends
+    dtype: gl.constexpr = q_tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -264,18 +422,15 @@ def _consume(
     count = 0
     asked = 0
     done = 0
-    x = _nth(done)
-    seg, tile = _item(x, tiles, items, H)
-    while seg >= 0:
-        head = x % H
-        q_start, q_len, _, kv_end, base, n = _span(
-            seg, tile, seq_info, info_s, info_c, rows, window, G, BM, BN, CAUSAL, WINDOWED
-        )
-        begin = tile * BM + ME * _ROWS
-
-        at, inside = _places(begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
-        q_tile.store(gl.load(query + at, mask=inside, other=0.0))
-        fence_async_shared()
+    tile, head, q_start, q_len, kv_end, base, wrap, n = _hear(orders, done)
+    while n > 0:
+        begin = (tile * _CONSUMERS + ME) * _ROWS
+        q_place = done % Q_PLACES
+        q_tile = q_tiles.index(q_place * _CONSUMERS + ME).reshape([_ROWS, D])
+        if Q_COPIED:
+            mbarrier.wait(q_full.index(q_place), (done // Q_PLACES) & 1)
+        else:
+            _load_queries(query, q_tile, begin, q_start, q_len, head, T, q_t, q_h, G, D, io)
 
         # What each row sees, and what all rows do.
         position = kv_end - q_len + (begin + gl.arange(0, _ROWS, s_rows)) // G
@@ -304,8 +459,11 @@ def _consume(
         scores = warpgroup_mma(q_tile, keys, none, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage))
-        edge = (start < all_low) | (base > all_high)
-        weights, fade, top, total = _weigh(scores, top, total, start, least, most, edge, scale, BN)
+        floor = _floor(start, wrap, BN, WINDOWED)
+        edge = (start < gl.maximum(all_low, floor)) | (base > all_high)
+        weights, fade, top, total = _weigh(
+            scores, top, total, start, floor, least, most, edge, scale, BN
+        )
         weights = gl.convert_layout(weights.to(dtype), p_layout)
 
         for _i in range(1, n):
@@ -313,13 +471,13 @@ def _consume(
             v_phase = phase
             values = v_buffers.index(v_stage).reshape([BN, D])
             if WINDOWED:  # noqa: SIM102 known when compiled
-                if ((start < first) & (start + BN > 0)) | (start + BN > kv_end):
+                if (start < first) & (start + BN > 0):
                     mbarrier.wait(v_full.index(v_stage), v_phase)
-                    _clear(values, first - start, kv_end - start, BN, D)
+                    _clear(values, first - start, BN, D)
             count += 1
             stage = count % STAGES
             phase = (count // STAGES) & 1
-            start -= BN
+            start = _below(start, wrap, BN, WINDOWED)
             mbarrier.wait(k_full.index(stage), phase)
             if TURNS:
                 mbarrier.wait(my_turn, (asked & 1) ^ (1 if ME == 0 else 0))
@@ -332,9 +490,10 @@ def _consume(
                 asked += 1
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(stage))
-            edge = (start < all_low) | (start + BN > all_high)
+            floor = _floor(start, wrap, BN, WINDOWED)
+            edge = (start < gl.maximum(all_low, floor)) | (start + BN > all_high)
             newer, fade, top, total = _weigh(
-                scores, top, total, start, least, most, edge, scale, BN
+                scores, top, total, start, floor, least, most, edge, scale, BN
             )
             # Long complete; a branch, above which the assembler does not move the wait for acc.
             mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -343,11 +502,13 @@ def _consume(
             acc = acc * gl.convert_layout(fade, o_rows)[:, None]
             weights = gl.convert_layout(newer.to(dtype), p_layout)
 
+        if Q_COPIED and OUT_DIRECT:
+            mbarrier.arrive(q_empty.index(q_place))
         values = v_buffers.index(stage).reshape([BN, D])
         mbarrier.wait(v_full.index(stage), phase)
         if WINDOWED:  # noqa: SIM102 known when compiled
-            if ((start < first) & (start + BN > 0)) | (start + BN > kv_end):
-                _clear(values, first - start, kv_end - start, BN, D)
+            if (start < first) & (start + BN > 0):
+                _clear(values, first - start, BN, D)
         acc = warpgroup_mma(weights, values, acc, is_async=True)
         total = gl.where(total > 0, total, 1.0)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
@@ -355,27 +516,34 @@ def _consume(
         count += 1
 
         result = acc / gl.convert_layout(total, o_rows)[:, None]
-        q_tile.store(result.to(dtype))
-        at, inside = _places(_anew(begin), q_start, q_len, head, T, o_t, o_h, G, D, io)
-        gl.store(out + at, q_tile.load(io), mask=inside)
+        if OUT_DIRECT:
+            at, inside = _places(_anew(begin), q_start, q_len, head, T, o_t, o_h, G, D, o_layout)
+            gl.store(out + at, result.to(dtype), mask=inside)
+        else:
+            q_tile.store(result.to(dtype))
+            at, inside = _places(_anew(begin), q_start, q_len, head, T, o_t, o_h, G, D, io)
+            gl.store(out + at, q_tile.load(io), mask=inside)
+            if Q_COPIED:
+                fence_async_shared()
+                mbarrier.arrive(q_empty.index(q_place))
         done += 1
-        x = _nth(done)
-        seg, tile = _item(x, tiles, items, H)
+        tile, head, q_start, q_len, kv_end, base, wrap, n = _hear(orders, done)
 
 
-@gluon.jit(do_not_specialize=["T", "rows", "window", "items"])
+@gluon.jit(do_not_specialize=["T", "rows", "window"])
 def attend_long_hopper(
     query,
+    q_desc,
     k_desc,
     v_desc,
     out,
     seq_info,
     tiles,
+    progress,
     T,
     rows,
     window,
     scale,
-    items,
     info_s,
     info_c,
     q_t,
@@ -387,70 +555,76 @@ def attend_long_hopper(
     D: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     TURNS: gl.constexpr,
+    Q_PLACES: gl.constexpr,
+    Q_COPIED: gl.constexpr,
+    OUT_DIRECT: gl.constexpr,
+    HEADS_FIRST: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """Rows of a tile are (query, head of the group), so that a tile reads one KV head once.
 
-    items: tiles times KV heads. scale is positive. Dimensions of query, out and caches lie side
-    by side. BN divides rows where a ring has wrapped.
+    progress: items that programs took beyond their first, 0 at rest; query tiles in the table.
+    scale is positive. Dimensions of query, out and caches lie side by side. Q_COPIED: the copy
+    engine brings queries, too; G divides 64 then.
     """
     dtype: gl.constexpr = k_desc.dtype
-    BM: gl.constexpr = 64 * CONSUMERS
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, D], q_layout)
+    q_block: gl.constexpr = [64 // G, G, D] if Q_COPIED else [64, 1, D]
+    places: gl.constexpr = Q_PLACES * _CONSUMERS
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(q_block, dtype)
+    q_tiles = gl.allocate_shared_memory(dtype, [places, q_block[0], q_block[1], D], q_layout)
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, BN, 1, D], k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, BN, 1, D], v_desc.layout)
+    numbers = gl.allocate_shared_memory(
+        gl.int32, [_ORDERS * _NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [_ORDERS, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [_ORDERS, 1], mbarrier.MBarrierLayout())
     # One allocation each, or the compiler would order what one consumer does to two of them.
     turn_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turn_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_2 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        mbarrier.init(k_empty.index(i), count=_CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=_CONSUMERS)
+    for i in gl.static_range(Q_PLACES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=_CONSUMERS)
+    for i in gl.static_range(_ORDERS):
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(heard.index(i), count=_CONSUMERS)
     mbarrier.init(turn_0, count=1)
     mbarrier.init(turn_1, count=1)
-    mbarrier.init(turn_2, count=1)
     fence_async_shared()
+    after_earlier_kernels(OVERLAP)
+    let_later_kernels_start(OVERLAP)
+    used = gl.load(progress + 1)
     buffers = (k_buffers, v_buffers, k_full, k_empty, v_full, v_empty)
-    table = (seq_info, tiles, info_s, info_c, T, rows, window, items)
-    ends = (query, out, q_t, q_h, o_t, o_h, scale)
+    queries = (q_tiles, q_full, q_empty)
+    orders = (numbers, told, heard)
+    table = (seq_info, tiles, info_s, info_c, used, rows, window)
+    ends = (query, out, T, q_t, q_h, o_t, o_h, scale)
     # Constants are spelled out in the calls: kept in a variable they would be no constants.
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (q_tiles.index(0), buffers, table, ends, turn_0, turn_1,
-                            0, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
-                (_consume, (q_tiles.index(1), buffers, table, ends, turn_1, turn_0,
-                            1, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
-                (_produce, (k_desc, v_desc, buffers, table,
-                            H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )  # fmt: skip
-    else:
-        gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize(
-            [
-                (_consume, (q_tiles.index(0), buffers, table, ends, turn_0, turn_1,
-                            0, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
-                (_consume, (q_tiles.index(1), buffers, table, ends, turn_1, turn_2,
-                            1, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
-                (_consume, (q_tiles.index(2), buffers, table, ends, turn_2, turn_0,
-                            2, H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED, TURNS)),
-                (_produce, (k_desc, v_desc, buffers, table,
-                            H, G, D, BM, BN, STAGES, CAUSAL, WINDOWED)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (buffers, queries, orders, table, ends, turn_0, turn_1,
+                        0, G, D, BN, STAGES, CAUSAL, WINDOWED, TURNS,
+                        Q_PLACES, Q_COPIED, OUT_DIRECT)),
+            (_consume, (buffers, queries, orders, table, ends, turn_1, turn_0,
+                        1, G, D, BN, STAGES, CAUSAL, WINDOWED, TURNS,
+                        Q_PLACES, Q_COPIED, OUT_DIRECT)),
+            (_produce, (q_desc, k_desc, v_desc, buffers, queries, orders, progress, table,
+                        H, G, D, BN, STAGES, CAUSAL, WINDOWED, Q_PLACES, Q_COPIED, HEADS_FIRST)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

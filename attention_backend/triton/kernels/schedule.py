@@ -90,6 +90,7 @@ def _list_tiles(
     info_s,
     info_c,
     tiles,
+    progress,
     S,
     max_tiles,
     G: tl.constexpr,
@@ -112,6 +113,8 @@ def _list_tiles(
         seg_of += tl.sum(before.to(tl.int32), 1)
         base = tl.maximum(base, tl.max(tl.where(before, ends, 0), 1))
         carry += tl.sum(n, 0)
+    if pid == 0:
+        tl.store(progress + 1, carry)
     used = x < carry
     q_len, kv_end = _lengths(seq_info, info_s, info_c, seg_of, used)
     n = long_tiles(q_len, kv_end, G, BM_SHORT, BM)
@@ -142,6 +145,7 @@ def make_schedule(
     info_c,
     pieces,
     tiles,
+    progress,
     live,
     gaps,
     S,
@@ -161,6 +165,8 @@ def make_schedule(
 ):
     """Fill pieces [R, 8], tiles [max_tiles, 2], live [T] and gaps [T / BE], BE entries a program.
 
+    The second number of progress becomes that of the query tiles.
+
     pieces: segment and tile that a run begins with, its number of tiles; the number of runs that
     share the segment that it ends within and began, 0 for none; the run that began the segment
     that it begins within. tiles: segment (-1 for none) and query tile. window: 1 << 30 for none.
@@ -177,7 +183,7 @@ def make_schedule(
         )  # fmt: skip
     elif pid < cut_programs + tile_programs:
         _list_tiles(
-            pid - cut_programs, seq_info, info_s, info_c, tiles, S, max_tiles,
+            pid - cut_programs, seq_info, info_s, info_c, tiles, progress, S, max_tiles,
             G, BM_SHORT, BM_LONG, BE, BS,
         )  # fmt: skip
     else:
