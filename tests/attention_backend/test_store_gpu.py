@@ -21,10 +21,15 @@ from vllm_kv_columns.kv_manager import (
 
 pytestmark = pytest.mark.gpu
 
-SECONDS = 3 if os.environ.get("KV_COLUMNS_GPU_SMALL", "0") != "0" else 8
-HEADS, GROUP, SIZE, WINDOW = 2, 3, 64, 256
+SECONDS = 3 if os.environ.get("KV_COLUMNS_GPU_SMALL", "0") != "0" else 4
+HEADS, GROUP, SIZE, WINDOW = 4, 4, 64, 256
 LENGTHS = {1: 700, 2: 1, 3: 1500}
-ENDS = [(1, 1), (1, 2), (7, 3)]  # q_len and column of each segment
+# q_len and column of each segment
+STEPS = {
+    "decodes": [(1, 1), (1, 2), (2, 3)],
+    "drafts": [(1, 1), (1, 2), (7, 3)],
+    "prompt": [(1, 2), (300, 3)],
+}
 
 
 def geometry() -> CacheGeometry:
@@ -43,7 +48,9 @@ def geometry() -> CacheGeometry:
     )
 
 
-def test_memcheck_attention_while_other_columns_grow_and_shrink() -> None:
+@pytest.mark.parametrize("kind", STEPS)
+def test_memcheck_attention_while_other_columns_grow_and_shrink(kind: str) -> None:
+    ends = STEPS[kind]
     torch.manual_seed(0)
     with CudaVmmStore(geometry(), spare_bytes=0) as store:
         store.prepare_writes({col: (0, end) for col, end in LENGTHS.items()})
@@ -52,7 +59,7 @@ def test_memcheck_attention_while_other_columns_grow_and_shrink() -> None:
             for col, end in LENGTHS.items():
                 store.layer_view(layer)[: min(end, count), col].normal_()
         info, start = [], 0
-        for q_len, col in ENDS:
+        for q_len, col in ends:
             info.append((start, q_len, col, LENGTHS[col]))
             start += q_len
         none = torch.empty(0, dtype=torch.int32, device="cuda")
@@ -99,7 +106,11 @@ def test_memcheck_attention_while_other_columns_grow_and_shrink() -> None:
                 for layer, count in rows.items():
                     out = torch.full_like(query, float("nan"))
                     step = kernels[layer].prepare(
-                        tables, rows=count, window=windows[layer], causal=True
+                        tables,
+                        rows=count,
+                        window=windows[layer],
+                        causal=True,
+                        max_q_len=max(q_len for q_len, _ in ends),
                     )
                     key_cache, value_cache = views[layer][:, :, 0], views[layer][:, :, 1]
                     kernels[layer].attend(query, key_cache, value_cache, step, scale=0.1, out=out)

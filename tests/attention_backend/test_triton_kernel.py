@@ -41,6 +41,14 @@ MIXED = Case(
     dtype=torch.bfloat16,
     filler=NAN,
 )
+DECODES = replace(
+    MIXED,
+    # a long decode, a draft, decodes of one key, of none, of a tile; a row that nothing covers
+    segments=((0, 1, 1, 700), (1, 4, 2, 190), (5, 1, 3, 1), (6, 2, 4, 0), (9, 1, 5, 64)),
+    tokens=11,
+    heads=4,
+    group=4,
+)
 SHAPES = [
     (size, dtype)
     for size in HEAD_SIZES
@@ -80,6 +88,28 @@ def test_odd_head_sizes(size: int) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_groups(group: int) -> None:
     check(replace(MIXED, group=group), DEVICE)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size, dtype", [(64, torch.bfloat16), (128, torch.float16)], ids=str)
+def test_decodes_memcheck(size: int, dtype: torch.dtype, causal: bool) -> None:
+    check(replace(DECODES, head_size=size, dtype=dtype, causal=causal), DEVICE)
+    check(replace(DECODES, head_size=size, dtype=dtype, causal=causal, order="seed"), DEVICE)
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 100])
+def test_decodes_on_rings_memcheck(window: int) -> None:
+    for kv_end in (4, window + 3, window + 4, 3 * window + 20, 700):
+        for slack in (0, 9):
+            segments = ((0, 4, 2, kv_end), (4, 1, 1, kv_end + 1), (5, 1, 3, max(1, kv_end - 3)))
+            rows = window + 3 + slack
+            check(replace(DECODES, segments=segments, tokens=6, rows=rows, window=window), DEVICE)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 16])
+def test_groups_of_decodes(group: int) -> None:
+    segments = ((0, 1, 1, 700), (1, 16 // group, 2, 190), (18, 1, 3, 33))
+    check(replace(DECODES, segments=segments, tokens=19, group=group, heads=8), DEVICE)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -175,6 +205,9 @@ def test_the_same_bits_twice() -> None:
     first = attend(MIXED, made, kernel)
     assert torch.equal(attend(MIXED, made, kernel), first)
     assert torch.equal(attend(MIXED, made), first)
+    made = built(DECODES, DEVICE)
+    first = attend(DECODES, made, kernel, max_q_len=4)
+    assert torch.equal(attend(DECODES, made, kernel, max_q_len=4), first)
 
 
 def test_out_may_be_a_strided_view() -> None:
