@@ -99,8 +99,7 @@ class TritonKernel(AttentionKernel):
         step = TritonStep(tables, rows, window, causal, max_q_len)
         segments = tables.seq_info.shape[0]
         if self._reserved is not None and segments:
-            kept = self._kept(self._reserved, tables.num_tokens, segments)
-            self._schedule(kept, step, kept.cut.has_drafts(tables.num_tokens, max_q_len))
+            self._schedule(self._kept(self._reserved, tables.num_tokens, segments), step)
         return step
 
     def write(
@@ -147,9 +146,8 @@ class TritonKernel(AttentionKernel):
             return
         layer = self._layer(query, key_cache.shape[2], step, scale)
         buffers = self._buffers_for(layer, step, query.shape[0], query.device)
-        drafts = buffers.cut.has_drafts(query.shape[0], step.max_q_len)
-        if buffers.owner is not step or (drafts and not buffers.drafts):
-            self._schedule(buffers, step, drafts)
+        if buffers.owner is not step:
+            self._schedule(buffers, step)
         with current(query.device):
             layer.run(
                 query,
@@ -209,11 +207,11 @@ class TritonKernel(AttentionKernel):
             buffers = self._buffers[shape] = Buffers(cut, dims, tokens, segments, device)
         return buffers
 
-    def _schedule(self, buffers: Buffers, step: TritonStep, drafts: bool) -> None:
+    def _schedule(self, buffers: Buffers, step: TritonStep) -> None:
         seq_info = step.tables.seq_info
         with current(seq_info.device):
-            launch_schedule(buffers, seq_info, seq_info.shape[0], step.window, drafts)
-        buffers.owner, buffers.drafts = step, drafts
+            launch_schedule(buffers, seq_info, seq_info.shape[0], step.window)
+        buffers.owner = step
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -31,21 +31,19 @@ MERGED_NUMBERS, ZERO_ROWS = 2048, 16
 
 
 def launch_schedule(
-    buffers: Buffers,
-    seq_info: torch.Tensor,
-    segments: int,
-    window: int | None,
-    drafts: bool,
+    buffers: Buffers, seq_info: torch.Tensor, segments: int, window: int | None
 ) -> None:
     """Fill ``buffers`` to their capacity from the segments on the device."""
     cut = buffers.cut
     programs = sum(
-        -(-entries // GAP_ROWS) for entries in (cut.most_runs, buffers.max_tiles, buffers.tokens)
+        -(-entries // GAP_ROWS)
+        for entries in (cut.runs, cut.draft_runs, buffers.max_tiles, buffers.tokens)
     )
     schedule.make_schedule[(programs,)](
         seq_info,
         *seq_info.stride(),
         buffers.pieces,
+        buffers.draft_pieces,
         buffers.tiles,
         buffers.progress,
         buffers.live,
@@ -53,13 +51,15 @@ def launch_schedule(
         segments,
         buffers.tokens,
         buffers.max_tiles,
-        cut.draft_runs if drafts else cut.runs,
         NO_WINDOW if window is None else min(window, NO_WINDOW),
         G=cut.group,
-        R=cut.most_runs,
-        MIN_TILES=cut.least_tiles(drafts),
+        R=cut.runs,
+        MIN_TILES=cut.least_tiles(False),
+        BN=cut.tile_keys(False),
+        DRAFT_R=cut.draft_runs,
+        DRAFT_MIN_TILES=cut.least_tiles(True),
+        DRAFT_BN=cut.tile_keys(True),
         BM_SHORT=cut.short_rows,
-        BN_SHORT=cut.tile_keys(drafts),
         BM_LONG=cut.long_rows,
         BE=GAP_ROWS,
         BS=SCHEDULE_SEGMENTS,
@@ -215,7 +215,7 @@ class LayerLaunch:
         info, result = seq_info.stride(), out.stride()
         strides = (*info, *query.stride(), *key_cache.stride(), *value_cache.stride(), *result)
         max_tiles = min(cut.max_long_tiles(tokens, segments, max_q_len), buffers.max_tiles)
-        drafts = buffers.drafts
+        drafts = cut.has_drafts(tokens, max_q_len)
         short = self.tiles.draft if drafts else self.tiles.decode
         done = (
             hopper is not None
@@ -272,7 +272,7 @@ class LayerLaunch:
             value_cache,
             out,
             seq_info,
-            buffers.pieces,
+            buffers.draft_pieces if drafts else buffers.pieces,
             buffers.live,
             buffers.gaps,
             buffers.arrivals,

@@ -71,13 +71,14 @@ def test_no_long_segment_fits_a_small_step() -> None:
 POINTERS = {
     **dict.fromkeys(("query", "key_cache", "value_cache", "out"), ""),
     **dict.fromkeys(
-        ("seq_info", "pieces", "tiles", "live", "gaps", "arrivals", "progress"), "*i32"
+        ("seq_info", "pieces", "draft_pieces", "tiles", "live", "gaps", "arrivals", "progress"),
+        "*i32",
     ),
     **dict.fromkeys(("part_acc", "part_sums"), "*fp32"),
 }
 ONES = {"info_c", "q_d", "k_d", "v_d", "o_d"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
-PLAIN = {"S", "T", "rows", "window", "max_tiles", "short_runs", "info_s", "scale"}
+PLAIN = {"S", "T", "rows", "window", "max_tiles", "info_s", "scale"}
 
 
 def compile_for_hopper(kernel: Any, arguments: dict[str, Any], dtype: str) -> Any:
@@ -161,7 +162,8 @@ def test_attention_compiles_for_hopper(
 def test_schedule_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     made = parameters(128, torch.bfloat16, False, monkeypatch)
     cut: Cut = made.tiles.cut
-    numbers = {"G": 4, "R": cut.runs, "MIN_TILES": cut.min_tiles}
-    blocks = {"BM_SHORT": 64, "BN_SHORT": 64, "BM_LONG": 128, "BE": 32, "BS": 128, "OVERLAP": True}
+    numbers = {"G": 4, "R": cut.runs, "MIN_TILES": cut.min_tiles, "BN": 64}
+    numbers |= {"DRAFT_R": cut.draft_runs, "DRAFT_MIN_TILES": cut.min_tiles, "DRAFT_BN": 64}
+    blocks = {"BM_SHORT": 64, "BM_LONG": 128, "BE": 32, "BS": 128, "OVERLAP": True}
     options = {"num_warps": 8, "enable_fp_fusion": True}
     compile_for_hopper(schedule.make_schedule, numbers | blocks | options, "bf16")

@@ -105,7 +105,8 @@ TOKENS, SEGMENTS, ROWS = 256, 64, 2048
 def test_one_graph_serves_any_lengths(where: str, longest: int | None) -> None:
     """Tables and schedule are made outside the graph, as vLLM does, or in it.
 
-    longest: what the graph was told of the queries of a segment, as vLLM does for decodes.
+    longest: what the graph was told of the queries of a segment, as vLLM does for decodes. The
+    steps that it serves are told of theirs.
     """
     torch.manual_seed(0)
     key_cache, value_cache = caches(SEGMENTS + 1, ROWS)
@@ -119,8 +120,8 @@ def test_one_graph_serves_any_lengths(where: str, longest: int | None) -> None:
     bounds = StepBounds(2 * TOKENS, SEGMENTS, HEADS * GROUP, HEADS, SIZE)
     kernel.reserve(bounds, torch.device("cuda"))
 
-    def prepare() -> TritonStep:
-        return kernel.prepare(tables, rows=ROWS, window=None, causal=True, max_q_len=longest)
+    def prepare(max_q_len: int | None = longest) -> TritonStep:
+        return kernel.prepare(tables, rows=ROWS, window=None, causal=True, max_q_len=max_q_len)
 
     def layer(step: TritonStep) -> None:
         kernel.write(key, value, key_cache, value_cache, step)
@@ -144,7 +145,7 @@ def test_one_graph_serves_any_lengths(where: str, longest: int | None) -> None:
         written = key_cache.clone(), value_cache.clone()
         write_slots_reference(key, value, *written, tables.seq_cols, tables.positions)
         if where == "outside":
-            prepare()
+            prepare(max((q_len for q_len, _ in lengths), default=0))
         graph.replay()
         real = sum(q_len for q_len, _ in lengths)
         mine = [cache[:, 1:] for cache in (key_cache, value_cache)]

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from vllm_kv_columns.attention_backend import StepBounds, write_slots_reference
 from vllm_kv_columns.attention_backend.triton import (
     TritonKernel,
+    TritonStep,
+    attention,
     fill_tables,
     fill_tables_reference,
     layer,
@@ -260,6 +262,32 @@ def test_interleaved_steps_and_layers_are_right(kernel: TritonKernel) -> None:
         out = torch.full(made.query.shape, NAN, dtype=case.dtype, device=DEVICE)
         kernel.attend(made.query, made.key_cache, made.value_cache, step, scale=made.scale, out=out)
         torch.testing.assert_close(out.cpu(), reference(case, made), rtol=0, atol=tolerance(made))
+
+
+@pytest.mark.parametrize("before, after", [(None, 4), (4, None)])
+def test_a_captured_layer_is_right_whatever_later_steps_are_told(
+    before: int | None, after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's launches were chosen by one bound; the schedule is made by steps with another."""
+    if INTERPRETED:
+        for module in (layer, attention):
+            monkeypatch.setattr(module, "processors", lambda device: 4)
+    kernel, made = TritonKernel(), built(DECODES, DEVICE)
+    tables = tables_of(made.seq_info)
+    kernel.reserve(StepBounds(11, 5, 16, 4, 64), DEVICE)
+
+    def prepare(max_q_len: int | None) -> TritonStep:
+        return kernel.prepare(
+            tables, rows=DECODES.rows, window=None, causal=True, max_q_len=max_q_len
+        )
+
+    captured = prepare(before)
+    prepare(after)
+    (buffers,) = kernel._buffers.values()
+    buffers.owner = captured  # a replay makes no schedule of its own
+    out = torch.full(made.query.shape, NAN, dtype=DECODES.dtype, device=DEVICE)
+    kernel.attend(made.query, made.key_cache, made.value_cache, captured, scale=made.scale, out=out)
+    torch.testing.assert_close(out.cpu(), reference(DECODES, made), rtol=0, atol=tolerance(made))
 
 
 def test_reserved_buffers_keep_their_place_and_outgrown_ones_stay() -> None:

@@ -22,7 +22,6 @@ def _cut(
     info_c,
     pieces,
     S,
-    short_runs,
     window,
     G: tl.constexpr,
     R: tl.constexpr,
@@ -32,7 +31,7 @@ def _cut(
     BE: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """Cut the key tiles of all short segments, one after the other, in short_runs equal runs.
+    """Cut the key tiles of all short segments, one after the other, in R equal runs or fewer.
 
     Less than 2 ** 31 tiles; products with a run's number may be more.
     """
@@ -41,7 +40,7 @@ def _cut(
         seg = at + tl.arange(0, BS)
         q_len, kv_end = _lengths(seq_info, info_s, info_c, seg, seg < S)
         total += tl.sum(short_tiles(q_len, kv_end, window, G, BM, BN), 0)
-    runs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, short_runs)
+    runs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, R)
     divisor = tl.maximum(runs, 1)
 
     r = pid * BE + tl.arange(0, BE)
@@ -138,12 +137,13 @@ def _mark_live(pid, seq_info, info_s, info_c, live, gaps, S, T, BE: tl.constexpr
     tl.store(gaps + pid, tl.sum(tl.where(t < T, 1 - found, 0), 0))
 
 
-@triton.jit(do_not_specialize=["S", "T", "max_tiles", "short_runs", "window"])
+@triton.jit(do_not_specialize=["S", "T", "max_tiles", "window"])
 def make_schedule(
     seq_info,
     info_s,
     info_c,
     pieces,
+    draft_pieces,
     tiles,
     progress,
     live,
@@ -151,42 +151,53 @@ def make_schedule(
     S,
     T,
     max_tiles,
-    short_runs,
     window,
     G: tl.constexpr,
     R: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    BN: tl.constexpr,
+    DRAFT_R: tl.constexpr,
+    DRAFT_MIN_TILES: tl.constexpr,
+    DRAFT_BN: tl.constexpr,
     BM_SHORT: tl.constexpr,
-    BN_SHORT: tl.constexpr,
     BM_LONG: tl.constexpr,
     BE: tl.constexpr,
     BS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Fill pieces [R, 8], tiles [max_tiles, 2], live [T] and gaps [T / BE], BE entries a program.
+    """Fill pieces [R, 8], draft_pieces, tiles [max_tiles, 2], live [T] and gaps [T / BE].
 
-    The second number of progress becomes that of the query tiles.
+    Each program fills BE entries. The second number of progress becomes that of the query tiles.
 
     pieces: segment and tile that a run begins with, its number of tiles; the number of runs that
     share the segment that it ends within and began, 0 for none; the run that began the segment
-    that it begins within. tiles: segment (-1 for none) and query tile. window: 1 << 30 for none.
+    that it begins within. draft_pieces: the same for the kernel of steps that may have drafts;
+    which of them a captured layer reads was settled before the lengths were known. tiles: segment
+    (-1 for none) and query tile. window: 1 << 30 for none.
     """
     after_earlier_kernels(OVERLAP)
     let_later_kernels_start(OVERLAP)
     pid = tl.program_id(0)
     cut_programs: tl.constexpr = (R + BE - 1) // BE
+    draft_programs: tl.constexpr = (DRAFT_R + BE - 1) // BE
+    before_tiles: tl.constexpr = cut_programs + draft_programs
     tile_programs = (max_tiles + BE - 1) // BE
     if pid < cut_programs:
         _cut(
-            pid, seq_info, info_s, info_c, pieces, S, short_runs, window,
-            G, R, MIN_TILES, BM_SHORT, BN_SHORT, BE, BS,
+            pid, seq_info, info_s, info_c, pieces, S, window,
+            G, R, MIN_TILES, BM_SHORT, BN, BE, BS,
         )  # fmt: skip
-    elif pid < cut_programs + tile_programs:
+    elif pid < before_tiles:
+        _cut(
+            pid - cut_programs, seq_info, info_s, info_c, draft_pieces, S, window,
+            G, DRAFT_R, DRAFT_MIN_TILES, BM_SHORT, DRAFT_BN, BE, BS,
+        )  # fmt: skip
+    elif pid < before_tiles + tile_programs:
         _list_tiles(
-            pid - cut_programs, seq_info, info_s, info_c, tiles, progress, S, max_tiles,
+            pid - before_tiles, seq_info, info_s, info_c, tiles, progress, S, max_tiles,
             G, BM_SHORT, BM_LONG, BE, BS,
         )  # fmt: skip
     else:
         _mark_live(
-            pid - cut_programs - tile_programs, seq_info, info_s, info_c, live, gaps, S, T, BE, BS
+            pid - before_tiles - tile_programs, seq_info, info_s, info_c, live, gaps, S, T, BE, BS
         )
