@@ -94,6 +94,7 @@ def _client(url: str, model: str, name: str, load: Load) -> list[str]:
         *("--seed", "0"),
         "--ignore-eos",
         "--disable-tqdm",
+        "--save-detailed",  # or it forgets what failed requests said
     ]
 
 

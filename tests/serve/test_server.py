@@ -160,6 +160,23 @@ def test_a_prompt_that_is_too_long_is_refused_and_the_server_goes_on(
     assert settled(server.kv_resident_bytes) == floor
 
 
+def test_the_load_of_the_benchmark_is_served(server: Server, smollm2: Path) -> None:
+    loads = [Load(20, 5, 16, 4), Load(5, 3, 24, 2)]
+    first, second = load_server(server.url, str(smollm2), loads, 200, lambda row: None, name=MODEL)
+    assert (first["completed"], first["failed"], first["rate"]) == (5, 0, 20)
+    assert 0 < first["itl_ms_mean"] <= first["itl_ms_p99"]
+    assert 0 < first["ttft_ms_mean"] <= first["ttft_ms_p99"]
+    assert first["output_tokens_per_s"] == pytest.approx(5 * 4 / first["seconds"])
+    assert second["total_tokens_per_s"] == pytest.approx(3 * (24 + 2) / second["seconds"])
+
+
+def test_a_load_that_is_refused_is_an_error(server: Server, smollm2: Path) -> None:
+    with pytest.raises(ChildError, match="server: 0 of 2 requests came to an end at 9/s"):
+        load_server(
+            server.url, str(smollm2), [Load(9, 2, 9, 2)], 200, lambda row: None, name="nobody"
+        )
+
+
 def test_sigterm_in_the_middle_of_a_request_leaves_no_process(
     server: Server, client: OpenAI
 ) -> None:
@@ -177,20 +194,3 @@ def test_sigterm_in_the_middle_of_a_request_leaves_no_process(
     stream.close()
     assert server.process.wait(30) == 0
     assert within(5, lambda: server.processes() == [])
-
-
-def test_the_load_of_the_benchmark_is_served(server: Server, smollm2: Path) -> None:
-    loads = [Load(20, 5, 16, 4), Load(5, 3, 24, 2)]
-    first, second = load_server(server.url, str(smollm2), loads, 200, lambda row: None, name=MODEL)
-    assert (first["completed"], first["failed"], first["rate"]) == (5, 0, 20)
-    assert 0 < first["itl_ms_mean"] <= first["itl_ms_p99"]
-    assert 0 < first["ttft_ms_mean"] <= first["ttft_ms_p99"]
-    assert first["output_tokens_per_s"] == pytest.approx(5 * 4 / first["seconds"])
-    assert second["total_tokens_per_s"] == pytest.approx(3 * (24 + 2) / second["seconds"])
-
-
-def test_a_load_that_is_refused_is_an_error(server: Server, smollm2: Path) -> None:
-    with pytest.raises(ChildError, match="server: 0 of 2 requests came to an end at 9/s"):
-        load_server(
-            server.url, str(smollm2), [Load(9, 2, 9, 2)], 200, lambda row: None, name="nobody"
-        )
