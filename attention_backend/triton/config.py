@@ -16,6 +16,10 @@ __all__ = [
 HOPPER = (9, 0)  # compute capability
 DECODE_HEADS, DECODE_PROGRAMS = 4, 2
 """Of the decodes' kernel for Hopper: KV heads of a program, programs of a multiprocessor."""
+DRAFT_HEADS, DRAFT_TILES, DRAFT_PROGRAMS = 2, 4, 1
+"""The same where there may be drafts, with tiles of 16 rows: a warp for each head and tile."""
+MIXED_PROGRAMS = 56
+"""Programs of these that work beside long segments: enough to saturate memory, no more."""
 
 
 def power_of_two(n: int) -> int:
@@ -29,10 +33,11 @@ class Cut:
 
     heads, group: KV heads, query heads of each. short_rows: a segment of at most so many rows
     (queries times group) is short; with at most small_rows it is a decode or nearly one.
-    short_keys: keys of a tile of short segments, decode_keys, a divisor: the same in a step
-    where none has more than small_rows. long_rows: rows of a query tile of long segments. runs:
-    among which the key tiles of short segments are shared, at least min_tiles tiles of short_keys
-    each; draft_runs: the same in a step where they may have more than small_rows. A run has a
+    short_keys: most keys of a tile of short segments; decode_keys, a divisor: those in a step
+    where none has more than small_rows; draft_keys: in a step where some may have. long_rows: rows
+    of a query tile of long segments. runs: among which the key tiles of short segments are shared,
+    at least min_tiles tiles of short_keys each; draft_runs: the same in a step where they may have
+    more than small_rows; mixed_runs: in such a step that has long segments, too. A run has a
     program for each KV head, or for each block of heads.
     """
 
@@ -42,9 +47,11 @@ class Cut:
     short_rows: int
     short_keys: int
     decode_keys: int
+    draft_keys: int
     long_rows: int
     runs: int
     draft_runs: int
+    mixed_runs: int
     min_tiles: int
 
     @property
@@ -54,7 +61,7 @@ class Cut:
 
     def tile_keys(self, drafts: bool) -> int:
         """Keys of a tile of short segments in a step with or without drafts."""
-        return self.short_keys if drafts else self.decode_keys
+        return self.draft_keys if drafts else self.decode_keys
 
     def least_tiles(self, drafts: bool) -> int:
         """Tiles of that size that a run has at least, if there are as many."""
@@ -122,7 +129,7 @@ def choose_tiles(
 
     Short segments are bound by memory: several programs a multiprocessor, each with two tiles of
     K and V (16 KiB each at 2 bytes an element) on their way while it computes on a third. Where
-    decodes have a kernel for Hopper, their runs are cut for that. Long segments are bound by the
+    they have a kernel for Hopper, their runs are cut for that. Long segments are bound by the
     tensor cores: tiles as large as registers allow, fewer keys with a window, of whose edges a
     wide tile hides more. At 4 bytes an element there are no tensor cores, as products are not
     rounded to TF32, and operands stay in registers: small tiles.
@@ -133,8 +140,13 @@ def choose_tiles(
     runs = max(1, (2 if wide else 3) * processors // heads)
     min_tiles = 4 if dims >= 128 else 2
     short_keys = min(128, max(32, 8192 // dims))
-    decode_keys = short_keys
-    if _streams(capability, heads, head_size, small_rows):
+    decode_keys = draft_keys = short_keys
+    draft_runs = mixed_runs = max(1, (1 if wide else 2) * processors // heads)
+    if _streams(capability, heads, DRAFT_HEADS, head_size, small_rows):
+        draft_runs = max(1, DRAFT_PROGRAMS * processors * DRAFT_HEADS // heads)
+        mixed_runs = max(1, min(MIXED_PROGRAMS * DRAFT_HEADS // heads, draft_runs))
+        draft_keys = 16
+    if _streams(capability, heads, DECODE_HEADS, head_size, small_rows):
         runs = max(1, DECODE_PROGRAMS * processors * DECODE_HEADS // heads)
         min_tiles = max(1, min_tiles // DECODE_HEADS)
         decode_keys = 16  # the finer, the more even; keys that boxes share come from the L2 cache
@@ -145,9 +157,11 @@ def choose_tiles(
         short_rows=max(64, small_rows),
         short_keys=short_keys,
         decode_keys=decode_keys,
+        draft_keys=draft_keys,
         long_rows=128,
         runs=runs,
-        draft_runs=max(1, (1 if wide else 2) * processors // heads),
+        draft_runs=draft_runs,
+        mixed_runs=mixed_runs,
         min_tiles=min_tiles,
     )
     if element_size == 4:
@@ -213,38 +227,48 @@ def choose_hopper(
 
 @dataclass(frozen=True)
 class HopperDecode:
-    """Launch parameters of the decodes' kernel for Hopper.
+    """Launch parameters of the short segments' kernel for Hopper.
 
-    heads: KV heads of a program, a warp for each. keys: of a box; stages: places for boxes.
-    registers: most of a thread before warps are told apart.
+    heads: KV heads of a program; row_tiles: most tiles of 16 rows; a warp for each of both. keys:
+    of a box; stages: places for boxes. registers: most of a thread before warps are told apart.
     """
 
     heads: int
+    row_tiles: int
     keys: int
     stages: int
     registers: int
 
 
-def _streams(capability: tuple[int, int], heads: int, head_size: int, small_rows: int) -> bool:
+def _streams(
+    capability: tuple[int, int], heads: int, block: int, head_size: int, small_rows: int
+) -> bool:
     return (
-        capability == HOPPER
-        and heads % DECODE_HEADS == 0
-        and head_size in (64, 128)
-        and small_rows <= 16
+        capability == HOPPER and heads % block == 0 and head_size in (64, 128) and small_rows <= 16
     )
 
 
 def choose_hopper_decode(
-    capability: tuple[int, int], cut: Cut, head_size: int, element_size: int, negate: bool
+    capability: tuple[int, int],
+    cut: Cut,
+    head_size: int,
+    element_size: int,
+    negate: bool,
+    drafts: bool = False,
 ) -> HopperDecode | None:
-    """The decodes' kernel for layers of a shape on a device; None: not for these.
+    """The short segments' kernel for layers of a shape on a device; None: not for these.
 
-    Boxes of 16 KiB, of which each of a multiprocessor's programs has four on their way or in use:
-    at 4.4 TB/s a multiprocessor needs 27 KiB on their way to hide 0.8 us. With 256 numbers a row,
-    query and result do not fit registers.
+    Decodes: boxes of 16 KiB, of which each of a multiprocessor's programs has four on their way or
+    in use: at 4.4 TB/s a multiprocessor needs 27 KiB on their way to hide 0.8 us. drafts: where a
+    segment may have more rows than a warp, one program with six boxes of 32 KiB, deep enough to
+    keep memory busy while a segment ends, and for few programs to saturate it. With 256 numbers a
+    row, query and result do not fit registers.
     """
     if element_size != 2 or negate:
         return None
-    if not _streams(capability, cut.heads, head_size, cut.small_rows):
+    heads = DRAFT_HEADS if drafts else DECODE_HEADS
+    if not _streams(capability, cut.heads, heads, head_size, cut.small_rows):
         return None
-    return HopperDecode(heads=DECODE_HEADS, keys=2048 // head_size, stages=4, registers=128)
+    if not drafts:
+        return HopperDecode(heads, 1, keys=2048 // head_size, stages=4, registers=128)
+    return HopperDecode(heads, DRAFT_TILES, keys=8192 // head_size, stages=6, registers=168)

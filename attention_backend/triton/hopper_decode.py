@@ -1,4 +1,4 @@
-"""The launch of the decodes' kernel for Hopper."""
+"""The launch of the short segments' kernel for Hopper."""
 
 from typing import Any
 
@@ -18,6 +18,7 @@ PARTS_AT_ONCE, MERGED_NUMBERS = 8, 128  # of a thread
 class HopperDecodeLaunch:
     """``attend_decodes_hopper`` for layers of one shape, dtype and kind of mask.
 
+    drafts: for steps that may have drafts, on the runs cut for those.
     overlap: launch arguments, see ``device.overlap``.
     """
 
@@ -31,8 +32,9 @@ class HopperDecodeLaunch:
         windowed: bool,
         causal: bool,
         overlap: dict[str, bool],
+        drafts: bool = False,
     ) -> None:
-        self.tiles, self.cut = tiles, cut
+        self.tiles, self.cut, self.drafts = tiles, cut, drafts
         self.descriptors = Descriptors([1, tiles.heads, tiles.keys, head_size], dtype, by_head=True)
         numbers = MERGED_NUMBERS * 32 // (PARTS_AT_ONCE * head_size)
         self.constants: dict[str, Any] = {
@@ -40,17 +42,18 @@ class HopperDecodeLaunch:
             "G": cut.group,
             "D": head_size,
             "HB": tiles.heads,
+            "MT": tiles.row_tiles,
             "BN": tiles.keys,
             "STAGES": tiles.stages,
             "REGISTERS": 24,
             "ROWS": cut.short_rows,
-            "KEYS": cut.decode_keys,
+            "KEYS": cut.tile_keys(drafts),
             "CAUSAL": causal,
             "WINDOWED": windowed,
-            "RB": min(power_of_two(cut.group), max(1, numbers)),
+            "RB": min(power_of_two(cut.group), max(1, numbers)) * tiles.row_tiles,
             "BP": PARTS_AT_ONCE,
             "BG": GAP_ROWS,
-            "num_warps": tiles.heads,
+            "num_warps": tiles.heads * tiles.row_tiles,
             "maxnreg": tiles.registers,
             **OPTIONS,
             **overlap,
@@ -75,14 +78,15 @@ class HopperDecodeLaunch:
         keys, values = self.descriptors.of(key_cache), self.descriptors.of(value_cache)
         if keys is None or values is None:
             return False
-        programs = self.cut.runs * (self.cut.heads // self.tiles.heads)
+        runs = self.cut.draft_runs if self.drafts else self.cut.runs
+        programs = runs * (self.cut.heads // self.tiles.heads)
         decode_hopper.attend_decodes_hopper[(programs,)](
             query,
             keys,
             values,
             out,
             seq_info,
-            buffers.pieces,
+            buffers.draft_pieces if self.drafts else buffers.pieces,
             buffers.live,
             buffers.gaps,
             buffers.arrivals,

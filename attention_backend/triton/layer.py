@@ -1,7 +1,7 @@
 """The launches of one kind of layer: shape, dtype and mask. Nothing here reads a length."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from .hopper_decode import HopperDecodeLaunch
 
 __all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
+
+
+class _Numbers(TypedDict):
+    rows: int
+    window: int
+    scale: float
+
 
 NO_WINDOW = 1 << 30  # beyond every position
 SCHEDULE_SEGMENTS = 128
@@ -57,6 +64,7 @@ def launch_schedule(
         MIN_TILES=cut.least_tiles(False),
         BN=cut.tile_keys(False),
         DRAFT_R=cut.draft_runs,
+        MIXED_R=cut.mixed_runs,
         DRAFT_MIN_TILES=cut.least_tiles(True),
         DRAFT_BN=cut.tile_keys(True),
         BM_SHORT=cut.short_rows,
@@ -118,7 +126,7 @@ def _for_hopper(
     return Launch(tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal)
 
 
-def _decodes_for_hopper(
+def _short_for_hopper(
     tiles: HopperDecode,
     cut: Cut,
     head_size: int,
@@ -126,10 +134,20 @@ def _decodes_for_hopper(
     windowed: bool,
     causal: bool,
     overlap: dict[str, bool],
+    drafts: bool,
 ) -> "HopperDecodeLaunch":
     from .hopper_decode import HopperDecodeLaunch as Launch
 
-    return Launch(tiles, cut, head_size, dtype, windowed=windowed, causal=causal, overlap=overlap)
+    return Launch(
+        tiles,
+        cut,
+        head_size,
+        dtype,
+        windowed=windowed,
+        causal=causal,
+        overlap=overlap,
+        drafts=drafts,
+    )
 
 
 class LayerLaunch:
@@ -175,12 +193,10 @@ class LayerLaunch:
         self.hopper: HopperLaunch | None = None
         if chosen is not None:
             self.hopper = _for_hopper(chosen, cut, head_size, dtype, device, windowed, causal)
-        streams = choose_hopper_decode(capability(device), cut, head_size, dtype.itemsize, negate)
-        self.hopper_decode: HopperDecodeLaunch | None = None
-        if streams is not None:
-            self.hopper_decode = _decodes_for_hopper(
-                streams, cut, head_size, dtype, windowed, causal, overlap(device)
-            )
+        self.hopper_decode, self.hopper_draft = (
+            self._streaming(cut, head_size, dtype, device, windowed, causal, negate, drafts)
+            for drafts in (False, True)
+        )
         self._short: dict[str, Any] = {
             **shape,
             **mask,
@@ -206,9 +222,11 @@ class LayerLaunch:
         scale: float,
         max_q_len: int | None,
     ) -> None:
-        """One or two launches; which and how large depends on sizes that the host knows."""
+        """One or two launches; which and how large depends on sizes that the host knows.
+
+        That of the short segments comes first: its programs leave room, see ``kernels/order.py``.
+        """
         cut, tokens, segments = self.tiles.cut, query.shape[0], buffers.segments
-        hopper = self.hopper
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         # Scores are kept as powers of two. All weights are equal for a scale of 0.
         scale = max(abs(scale) * math.log2(math.e), 1e-30)
@@ -216,31 +234,39 @@ class LayerLaunch:
         strides = (*info, *query.stride(), *key_cache.stride(), *value_cache.stride(), *result)
         max_tiles = min(cut.max_long_tiles(tokens, segments, max_q_len), buffers.max_tiles)
         drafts = cut.has_drafts(tokens, max_q_len)
-        short = self.tiles.draft if drafts else self.tiles.decode
-        done = (
-            hopper is not None
-            and max_tiles > 0
-            and hopper.run(
-                query,
-                key_cache,
-                value_cache,
-                out,
-                seq_info,
-                buffers,
-                max_tiles,
-                rows=rows,
-                window=window,
-                scale=scale,
+        tensors = (query, key_cache, value_cache, out, seq_info)
+        numbers: _Numbers = {"rows": rows, "window": window, "scale": scale}
+        streaming = self.hopper_draft if drafts else self.hopper_decode
+        if streaming is None or not streaming.run(*tensors, buffers, **numbers):
+            short = self.tiles.draft if drafts else self.tiles.decode
+            decode.attend_short[((cut.draft_runs if drafts else cut.runs) * cut.heads,)](
+                *tensors,
+                buffers.draft_pieces if drafts else buffers.pieces,
+                buffers.live,
+                buffers.gaps,
+                buffers.arrivals,
+                buffers.part_acc,
+                buffers.part_sums,
+                segments,
+                tokens,
+                rows,
+                window,
+                scale,
+                *strides,
+                BM=short.rows,
+                BN=cut.tile_keys(drafts),
+                LARGE=drafts and cut.short_rows > short.rows,
+                num_warps=short.warps,
+                num_stages=short.stages,
+                maxnreg=short.registers,
+                **self._short,
             )
-        )
-        if max_tiles and not done:
+        if not max_tiles:
+            return
+        if self.hopper is None or not self.hopper.run(*tensors, buffers, max_tiles, **numbers):
             programs = max_tiles * cut.heads * (cut.long_rows // self.tiles.long_rows)
             prefill.attend_long[(programs,)](
-                query,
-                key_cache,
-                value_cache,
-                out,
-                seq_info,
+                *tensors,
                 buffers.tiles,
                 tokens,
                 rows,
@@ -249,47 +275,22 @@ class LayerLaunch:
                 *strides,
                 **self._long,
             )
-        if (
-            self.hopper_decode is not None
-            and not drafts
-            and not max_tiles
-            and self.hopper_decode.run(
-                query,
-                key_cache,
-                value_cache,
-                out,
-                seq_info,
-                buffers,
-                rows=rows,
-                window=window,
-                scale=scale,
-            )
-        ):
-            return
-        decode.attend_short[((cut.draft_runs if drafts else cut.runs) * cut.heads,)](
-            query,
-            key_cache,
-            value_cache,
-            out,
-            seq_info,
-            buffers.draft_pieces if drafts else buffers.pieces,
-            buffers.live,
-            buffers.gaps,
-            buffers.arrivals,
-            buffers.part_acc,
-            buffers.part_sums,
-            segments,
-            tokens,
-            rows,
-            window,
-            scale,
-            *strides,
-            BM=short.rows,
-            BN=cut.tile_keys(drafts),
-            LARGE=drafts and cut.short_rows > short.rows,
-            FIRST=not max_tiles,
-            num_warps=short.warps,
-            num_stages=short.stages,
-            maxnreg=short.registers,
-            **self._short,
+
+    @staticmethod
+    def _streaming(
+        cut: Cut,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        windowed: bool,
+        causal: bool,
+        negate: bool,
+        drafts: bool,
+    ) -> "HopperDecodeLaunch | None":
+        at = capability(device)
+        tiles = choose_hopper_decode(at, cut, head_size, dtype.itemsize, negate, drafts)
+        if tiles is None:
+            return None
+        return _short_for_hopper(
+            tiles, cut, head_size, dtype, windowed, causal, overlap(device), drafts
         )

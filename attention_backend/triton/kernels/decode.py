@@ -135,21 +135,18 @@ def attend_short(
     BG: tl.constexpr,
     BT: tl.constexpr,
     OVERLAP: tl.constexpr,
-    FIRST: tl.constexpr,
 ):
     """Program (run, head): walk over the run's segments; one that is not all its leaves a part.
 
     LARGE: some segments may have more than BM rows, at most ROWS, and run in several tiles of rows.
-    Whoever leaves the last part of a head merges them. Then the rows of ``out`` that
-    nothing covers become zero. FIRST: the layer's first attention kernel; else what earlier
-    kernels have written is in place, apart from what the layer's first attention kernel still
-    does. A program has at most two parts: 2p of a segment that an earlier run began, 2p + 1 of
-    one that it begins. The H programs of a run read rows of all heads at about the same time.
+    Whoever leaves the last part of a head merges them. Then the rows of ``out`` that nothing
+    covers become zero. A program has at most two parts: 2p of a segment that an earlier run began,
+    2p + 1 of one that it begins. The H programs of a run read rows of all heads at about the same
+    time.
     """
     p = tl.program_id(0)
-    if FIRST:
-        after_earlier_kernels(OVERLAP)
-        let_later_kernels_start(OVERLAP)
+    after_earlier_kernels(OVERLAP)
+    let_later_kernels_start(OVERLAP)
     run = p // H
     head = p % H
     seg = tl.load(pieces + run * 8)
@@ -187,6 +184,4 @@ def attend_short(
         count = tl.where(n_tiles > 0, count - take, 0)
         tile = tile * 0
         seg += 1
-    if not FIRST:
-        after_earlier_kernels(OVERLAP)
     zero_rows(p, gap, out, live, gaps, T, o_t, o_h, o_d, H * G, D, BD, BG, BT)

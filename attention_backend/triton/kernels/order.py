@@ -5,6 +5,12 @@ has ended: as soon as all programs of that one have called ``let_later_kernels_s
 Nothing that an earlier kernel writes may be touched before ``after_earlier_kernels``, which waits
 for the end of the kernel in front. If every kernel waits before it lets later ones start, then
 whatever lies further back has ended when a kernel starts.
+
+The long segments' kernel alone waits last, to run beside the short segments' one in front of it, of
+which it reads nothing. Its programs start when all of that one have waited, so that whatever lies
+further back has ended by then. It ends after the one in front, so that who waits for its end has
+waited for both. The kernel behind may start before, but waits for that; and does so before it lets
+others start, so that the rule holds from there on.
 Source: CUDA C++ Programming Guide, Programmatic Dependent Launch and Synchronization.
 """
 

@@ -605,7 +605,6 @@ def attend_long_hopper(
     mbarrier.init(turn_0, count=1)
     mbarrier.init(turn_1, count=1)
     fence_async_shared()
-    after_earlier_kernels(OVERLAP)
     let_later_kernels_start(OVERLAP)
     used = gl.load(progress + 1)
     buffers = (k_buffers, v_buffers, k_full, k_empty, v_full, v_empty)
@@ -628,3 +627,4 @@ def attend_long_hopper(
         [4, 1],
         [240, 24],
     )  # fmt: skip
+    after_earlier_kernels(OVERLAP)

@@ -25,6 +25,7 @@ def _cut(
     window,
     G: tl.constexpr,
     R: tl.constexpr,
+    MIXED_R: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -33,14 +34,18 @@ def _cut(
 ):
     """Cut the key tiles of all short segments, one after the other, in R equal runs or fewer.
 
+    In no more than MIXED_R, if there are long segments.
     Less than 2 ** 31 tiles; products with a run's number may be more.
     """
     total = tl.full([], 0, tl.int32)
+    longest = tl.full([], 0, tl.int32)
     for at in range(0, S, BS):
         seg = at + tl.arange(0, BS)
         q_len, kv_end = _lengths(seq_info, info_s, info_c, seg, seg < S)
         total += tl.sum(short_tiles(q_len, kv_end, window, G, BM, BN), 0)
-    runs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, R)
+        longest = tl.maximum(longest, tl.max(tl.where(kv_end > 0, q_len, 0), 0))
+    most = tl.where(longest * G > BM, MIXED_R, R)
+    runs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, most)
     divisor = tl.maximum(runs, 1)
 
     r = pid * BE + tl.arange(0, BE)
@@ -157,6 +162,7 @@ def make_schedule(
     MIN_TILES: tl.constexpr,
     BN: tl.constexpr,
     DRAFT_R: tl.constexpr,
+    MIXED_R: tl.constexpr,
     DRAFT_MIN_TILES: tl.constexpr,
     DRAFT_BN: tl.constexpr,
     BM_SHORT: tl.constexpr,
@@ -185,12 +191,12 @@ def make_schedule(
     if pid < cut_programs:
         _cut(
             pid, seq_info, info_s, info_c, pieces, S, window,
-            G, R, MIN_TILES, BM_SHORT, BN, BE, BS,
+            G, R, R, MIN_TILES, BM_SHORT, BN, BE, BS,
         )  # fmt: skip
     elif pid < before_tiles:
         _cut(
             pid - cut_programs, seq_info, info_s, info_c, draft_pieces, S, window,
-            G, DRAFT_R, DRAFT_MIN_TILES, BM_SHORT, DRAFT_BN, BE, BS,
+            G, DRAFT_R, MIXED_R, DRAFT_MIN_TILES, BM_SHORT, DRAFT_BN, BE, BS,
         )  # fmt: skip
     elif pid < before_tiles + tile_programs:
         _list_tiles(
