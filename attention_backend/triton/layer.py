@@ -8,7 +8,6 @@ import torch
 from .buffers import GAP_ROWS, Buffers
 from .config import (
     Cut,
-    HopperDecode,
     HopperTiles,
     Tiles,
     choose_hopper,
@@ -25,16 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
 
+NO_WINDOW = 1 << 30  # beyond every position
+SCHEDULE_SEGMENTS = 128
+MERGED_NUMBERS, ZERO_ROWS = 2048, 16
+
 
 class _Numbers(TypedDict):
     rows: int
     window: int
     scale: float
-
-
-NO_WINDOW = 1 << 30  # beyond every position
-SCHEDULE_SEGMENTS = 128
-MERGED_NUMBERS, ZERO_ROWS = 2048, 16
 
 
 def launch_schedule(
@@ -127,15 +125,19 @@ def _for_hopper(
 
 
 def _short_for_hopper(
-    tiles: HopperDecode,
     cut: Cut,
     head_size: int,
     dtype: torch.dtype,
+    device: torch.device,
     windowed: bool,
     causal: bool,
-    overlap: dict[str, bool],
+    negate: bool,
     drafts: bool,
-) -> "HopperDecodeLaunch":
+) -> "HopperDecodeLaunch | None":
+    at = capability(device)
+    tiles = choose_hopper_decode(at, cut, head_size, dtype.itemsize, negate, drafts)
+    if tiles is None:
+        return None
     from .hopper_decode import HopperDecodeLaunch as Launch
 
     return Launch(
@@ -145,7 +147,7 @@ def _short_for_hopper(
         dtype,
         windowed=windowed,
         causal=causal,
-        overlap=overlap,
+        overlap=overlap(device),
         drafts=drafts,
     )
 
@@ -194,7 +196,7 @@ class LayerLaunch:
         if chosen is not None:
             self.hopper = _for_hopper(chosen, cut, head_size, dtype, device, windowed, causal)
         self.hopper_decode, self.hopper_draft = (
-            self._streaming(cut, head_size, dtype, device, windowed, causal, negate, drafts)
+            _short_for_hopper(cut, head_size, dtype, device, windowed, causal, negate, drafts)
             for drafts in (False, True)
         )
         self._short: dict[str, Any] = {
@@ -275,22 +277,3 @@ class LayerLaunch:
                 *strides,
                 **self._long,
             )
-
-    @staticmethod
-    def _streaming(
-        cut: Cut,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        windowed: bool,
-        causal: bool,
-        negate: bool,
-        drafts: bool,
-    ) -> "HopperDecodeLaunch | None":
-        at = capability(device)
-        tiles = choose_hopper_decode(at, cut, head_size, dtype.itemsize, negate, drafts)
-        if tiles is None:
-            return None
-        return _short_for_hopper(
-            tiles, cut, head_size, dtype, windowed, causal, overlap(device), drafts
-        )

@@ -1,4 +1,4 @@
-"""The choice of the short segments' kernel for Hopper, and that kernel compiled for a GPU not there."""
+"""The short segments' kernel for Hopper: the choice, and the kernel compiled without a GPU."""
 
 import random
 import re

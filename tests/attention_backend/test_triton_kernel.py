@@ -6,6 +6,7 @@ for every shape and kind of mask, so that fewer of them are tried there.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from vllm_kv_columns.attention_backend.triton import (
     fill_tables_reference,
     layer,
 )
+from vllm_kv_columns.attention_backend.triton.buffers import Buffers
+from vllm_kv_columns.attention_backend.triton.config import choose_tiles
 from vllm_kv_columns.kv_manager import StepTables
 
 from .cases import DTYPES, HEAD_SIZES, Case, cases, empty_cache, tolerance
@@ -50,6 +53,12 @@ DECODES = replace(
     tokens=11,
     heads=4,
     group=4,
+)
+DRAFTS = replace(
+    DECODES,
+    # decodes, drafts of up to 16, 32 and 64 rows, one of few keys, one of none, a whole prompt
+    segments=((0, 1, 1, 690), (1, 5, 2, 700), (6, 13, 3, 300), (20, 16, 4, 40), (36, 9, 5, 9)),
+    tokens=50,
 )
 SHAPES = [
     (size, dtype)
@@ -97,6 +106,25 @@ def test_groups(group: int) -> None:
 def test_decodes_memcheck(size: int, dtype: torch.dtype, causal: bool) -> None:
     check(replace(DECODES, head_size=size, dtype=dtype, causal=causal), DEVICE)
     check(replace(DECODES, head_size=size, dtype=dtype, causal=causal, order="seed"), DEVICE)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size, group", [(64, 4), (128, 4), (128, 1), (64, 3)], ids=str)
+def test_drafts_memcheck(size: int, group: int, causal: bool) -> None:
+    case = replace(DRAFTS, head_size=size, group=group, causal=causal)
+    check(case, DEVICE)
+    check(replace(case, order="seed", segments=(*case.segments[:4], (36, 14, 5, 500))), DEVICE)
+    long = (36, 40, 5, 500)
+    check(replace(case, tokens=90, segments=(*case.segments[:4], long)), DEVICE)
+
+
+@pytest.mark.parametrize("window", [1, 17, 63, 100])
+def test_drafts_on_rings_memcheck(window: int) -> None:
+    for kv_end in (16, window + 15, window + 16, 3 * window + 40, 700):
+        segments = ((0, 16, 2, kv_end), (16, 5, 1, kv_end), (21, 1, 4, kv_end), (22, 9, 3, kv_end))
+        for slack in (0, 9):
+            rows = window + 15 + slack
+            check(replace(DRAFTS, segments=segments, tokens=32, rows=rows, window=window), DEVICE)
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 100])
@@ -194,6 +222,36 @@ def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> Non
     assert buffers.live.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("long", [False, True])
+def test_short_segments_take_fewer_runs_beside_long_ones(long: bool) -> None:
+    cut = choose_tiles(2, 4, 64, 2, 8).cut
+    cut = replace(cut, draft_keys=16, draft_runs=8, mixed_runs=3, min_tiles=1)
+    lengths = [(0, 1, 1, 700), (1, 5, 2, 400), (6, 200 if long else 3, 3, 200), (0, 90, 0, 0)]
+    info = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    buffers = Buffers(cut, 64, 210, len(info), DEVICE)
+    layer.launch_schedule(buffers, info, len(info), None)
+    counts = buffers.draft_pieces.reshape(-1, 8)[:, 2].tolist()
+    used = cut.mixed_runs if long else cut.draft_runs
+    assert sum(counts) == 44 + 25 + (0 if long else 13) and not any(counts[used:])
+    assert max(counts[:used]) - min(counts[:used]) <= 1
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the launch of what the device has is tested there")
+@pytest.mark.parametrize("runs, mixed_runs", [(7, 2), (40, 1)])
+def test_the_plain_kernels_serve_a_cut_for_others(
+    runs: int, mixed_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(*shape: Any, **device: Any) -> Any:
+        tiles = choose_tiles(*shape, **device)
+        fine = {"draft_keys": 16, "decode_keys": 16, "draft_runs": runs, "mixed_runs": mixed_runs}
+        return replace(tiles, cut=replace(tiles.cut, **fine))
+
+    monkeypatch.setattr(layer, "choose_tiles", choose)
+    check(MIXED, DEVICE)
+    check(replace(MIXED, dtype=torch.float32, group=8), DEVICE)
+    check(DECODES, DEVICE)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.125])
 def test_scales_that_are_not_positive(scale: float) -> None:
     made = replace(built(MIXED, DEVICE), scale=scale)
@@ -210,6 +268,9 @@ def test_the_same_bits_twice() -> None:
     made = built(DECODES, DEVICE)
     first = attend(DECODES, made, kernel, max_q_len=4)
     assert torch.equal(attend(DECODES, made, kernel, max_q_len=4), first)
+    made = built(DRAFTS, DEVICE)
+    first = attend(DRAFTS, made, kernel)
+    assert torch.equal(attend(DRAFTS, made, kernel, max_q_len=16), first)
 
 
 def test_out_may_be_a_strided_view() -> None:
