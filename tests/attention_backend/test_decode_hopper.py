@@ -235,8 +235,8 @@ def test_the_kernel_of_drafts_compiles_for_hopper(
     assert made.metadata.shared + 1024 < SHARED and made.metadata.num_warps == 12
     assert "setmaxnreg.inc.sync.aligned.u32 \t240" in made.asm["ptx"]
     registers, stack = used_by(made, tmp_path)
-    # Of numbers that outlive a segment, and of a few that four tiles of rows leave no room for.
-    assert stack <= 256 and registers * 32 * made.metadata.num_warps <= REGISTERS
+    # Numbers that outlive a segment lie there, and a few for which four tiles of rows leave no room.
+    assert stack <= 384 and registers * 32 * made.metadata.num_warps <= REGISTERS
 
 
 def used_by(made: Any, tmp_path: Path) -> tuple[int, int]:

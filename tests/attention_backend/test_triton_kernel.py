@@ -108,23 +108,22 @@ def test_decodes_memcheck(size: int, dtype: torch.dtype, causal: bool) -> None:
     check(replace(DECODES, head_size=size, dtype=dtype, causal=causal, order="seed"), DEVICE)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("size, group", [(64, 4), (128, 4), (128, 1), (64, 3)], ids=str)
+@pytest.mark.parametrize(
+    "size, group, causal", [(64, 4, True), (128, 4, False), (128, 1, True)], ids=str
+)
 def test_drafts_memcheck(size: int, group: int, causal: bool) -> None:
     case = replace(DRAFTS, head_size=size, group=group, causal=causal)
     check(case, DEVICE)
-    check(replace(case, order="seed", segments=(*case.segments[:4], (36, 14, 5, 500))), DEVICE)
     long = (36, 40, 5, 500)
     check(replace(case, tokens=90, segments=(*case.segments[:4], long)), DEVICE)
 
 
-@pytest.mark.parametrize("window", [1, 17, 63, 100])
+@pytest.mark.parametrize("window", [1, 63, 100])
 def test_drafts_on_rings_memcheck(window: int) -> None:
-    for kv_end in (16, window + 15, window + 16, 3 * window + 40, 700):
+    for kv_end, slack in ((16, 0), (window + 16, 0), (3 * window + 40, 9)):
         segments = ((0, 16, 2, kv_end), (16, 5, 1, kv_end), (21, 1, 4, kv_end), (22, 9, 3, kv_end))
-        for slack in (0, 9):
-            rows = window + 15 + slack
-            check(replace(DRAFTS, segments=segments, tokens=32, rows=rows, window=window), DEVICE)
+        rows = window + 15 + slack
+        check(replace(DRAFTS, segments=segments, tokens=32, rows=rows, window=window), DEVICE)
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 100])
@@ -249,7 +248,6 @@ def test_the_plain_kernels_serve_a_cut_for_others(
     monkeypatch.setattr(layer, "choose_tiles", choose)
     check(MIXED, DEVICE)
     check(replace(MIXED, dtype=torch.float32, group=8), DEVICE)
-    check(DECODES, DEVICE)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.125])

@@ -28,6 +28,8 @@ from .segments import first_key, short_tiles
 # Triton renamed them after 3.6.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _all_here = getattr(gl, "barrier", None) or gl.thread_barrier
+_shared = gl.shared_memory_descriptor
+_as_if = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 
 _ROWS = gl.constexpr(16)  # of queries, what a product takes
 _STEP = gl.constexpr(4096)  # numbers of K that a warp holds at most
@@ -457,7 +459,7 @@ def _attend(
         else:
             gl.static_assert(N * D == 2 * _STEP)
             places: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)  # those of the box
-            box = boxes.index(stage)._reinterpret(dtype, [P, N, D], places)
+            box = _as_if(boxes.index(stage), dtype, [P, N, D], places)
             upper, lower = _halves(weights.to(dtype), P, R, N // 2, L)
             values = box.slice(0, N // 2, dim=1).load(right_side)
             if start < low:
