@@ -235,7 +235,7 @@ def test_the_kernel_of_drafts_compiles_for_hopper(
     assert made.metadata.shared + 1024 < SHARED and made.metadata.num_warps == 12
     assert "setmaxnreg.inc.sync.aligned.u32 \t240" in made.asm["ptx"]
     registers, stack = used_by(made, tmp_path)
-    # Numbers that outlive a segment lie there, and a few for which four tiles of rows leave no room.
+    # There lie numbers that outlive a segment, and a few that four tiles of rows leave no room for.
     assert stack <= 384 and registers * 32 * made.metadata.num_warps <= REGISTERS
 
 
