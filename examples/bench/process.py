@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ChildError", "kill", "run_child", "session_processes"]
+__all__ = ["ChildError", "end_session", "kill", "run_child", "session_processes"]
 
 KEPT_LINES = 2000
 SHOWN_LINES = 40
@@ -37,6 +38,14 @@ def kill(processes: Iterable[int]) -> None:
     for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def end_session(leader: int, patience: float = 10) -> None:
+    """SIGKILL to all processes of a session until none is left; gives up after some seconds."""
+    until = time.monotonic() + patience
+    while (left := session_processes(leader)) and time.monotonic() < until:
+        kill(left)
+        time.sleep(0.02)
 
 
 def run_child(
@@ -83,7 +92,7 @@ def run_child(
     except subprocess.TimeoutExpired:
         reason = f"{what} was not done in {timeout:.0f} s"
     finally:
-        kill(session_processes(process.pid))
+        end_session(process.pid)
         process.wait()
         reader.join(5)
     if reason is not None:

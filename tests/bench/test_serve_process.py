@@ -69,7 +69,8 @@ def test_requests_that_fail_are_an_error_with_the_servers_last_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(children, "serving", lambda *_, **__: Quiet())
-    monkeypatch.setattr(children, "_run", lambda *_: ([{"completed": 4, "failed": 1}], {}))
+    row = {"completed": 4, "failed": 1, "error": "the model is gone"}
+    monkeypatch.setattr(children, "_run", lambda *_: ([row], {}))
     engine = Engine("FLASH_ATTN", "m", dummy=True, gpu=True)
-    with pytest.raises(ChildError, match=r"(?s)FLASH_ATTN: 4 of 5 requests.*its last words"):
+    with pytest.raises(ChildError, match=r"(?s)4 of 5 requests.*the model is gone.*its last words"):
         children.serve_loads(engine, [Load(2, 5, 10, 5)], 10, lambda row: None)
