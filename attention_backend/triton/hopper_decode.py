@@ -8,7 +8,7 @@ from .buffers import GAP_ROWS, Buffers
 from .config import Cut, HopperDecode, power_of_two
 from .descriptors import Descriptors
 from .device import OPTIONS
-from .kernels import decode_hopper
+from .kernels.hopper import decode
 
 __all__ = ["HopperDecodeLaunch"]
 
@@ -80,7 +80,7 @@ class HopperDecodeLaunch:
             return False
         runs = self.cut.draft_runs if self.drafts else self.cut.runs
         programs = runs * (self.cut.heads // self.tiles.heads)
-        decode_hopper.attend_decodes_hopper[(programs,)](
+        decode.attend_decodes_hopper[(programs,)](
             query,
             keys,
             values,
