@@ -9,7 +9,7 @@ from .buffers import Buffers
 from .config import Cut, HopperTiles
 from .descriptors import Descriptors, describable, shared_layout
 from .device import OPTIONS, overlap, processors
-from .kernels import prefill_hopper
+from .kernels.hopper import prefill
 
 __all__ = ["HopperLaunch"]
 
@@ -92,7 +92,7 @@ class HopperLaunch:
             return False
         queries = self.query_descriptor(query)
         programs = min(processors(query.device), max_tiles * self.cut.heads)
-        prefill_hopper.attend_long_hopper[(programs,)](
+        prefill.attend_long_hopper[(programs,)](
             query,
             queries,
             keys,

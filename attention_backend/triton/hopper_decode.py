@@ -8,7 +8,7 @@ from .buffers import GAP_ROWS, Buffers
 from .config import Cut, HopperDecode, power_of_two
 from .descriptors import Descriptors
 from .device import OPTIONS
-from .kernels import decode_hopper
+from .kernels.hopper import decode
 
 __all__ = ["HopperDecodeLaunch"]
 
@@ -76,7 +76,7 @@ class HopperDecodeLaunch:
         if keys is None or values is None:
             return False
         programs = self.cut.runs * (self.cut.heads // self.tiles.heads)
-        decode_hopper.attend_decodes_hopper[(programs,)](
+        decode.attend_decodes_hopper[(programs,)](
             query,
             keys,
             values,

@@ -92,14 +92,14 @@ def test_other_shapes_and_devices_keep_the_plain_kernel() -> None:
 def test_boxes_bring_each_key_once_and_touch_nothing_beyond_the_last(
     windowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_kv_columns.attention_backend.triton.kernels import decode_hopper
+    from vllm_kv_columns.attention_backend.triton.kernels.hopper import decode_boxes
 
     numbers = SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b)
-    monkeypatch.setattr(decode_hopper, "gl", numbers)
+    monkeypatch.setattr(decode_boxes, "gl", numbers)
     monkeypatch.setattr(
-        decode_hopper, "first_key", lambda q_len, end, window: max(end - q_len - window + 1, 0)
+        decode_boxes, "first_key", lambda q_len, end, window: max(end - q_len - window + 1, 0)
     )
-    sections, box = decode_hopper._sections.fn, decode_hopper._box.fn
+    sections, box = decode_boxes.sections_of.fn, decode_boxes.box_at.fn
     rng = random.Random(0)
     for _ in range(2000):
         size, tile_keys = rng.choice((16, 32, 64, 128)), rng.choice((16, 32, 64))
@@ -131,7 +131,7 @@ def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: boo
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from vllm_kv_columns.attention_backend.triton.hopper_decode import HopperDecodeLaunch
-    from vllm_kv_columns.attention_backend.triton.kernels import decode_hopper
+    from vllm_kv_columns.attention_backend.triton.kernels.hopper import decode
 
     tiles = chosen(heads, group, head_size)
     assert tiles is not None
@@ -160,7 +160,7 @@ def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: boo
         "scale": "fp32",
     }
     aligned = ("query", "out", "seq_info", "pieces", "part_acc", "q_t", "q_h", "o_t", "o_h")
-    kernel = decode_hopper.attend_decodes_hopper
+    kernel = decode.attend_decodes_hopper
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:

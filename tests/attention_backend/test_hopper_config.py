@@ -69,7 +69,7 @@ def compiled(head_size: int, group: int, windowed: bool, causal: bool, dtype: to
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from vllm_kv_columns.attention_backend.triton.hopper import HopperLaunch
-    from vllm_kv_columns.attention_backend.triton.kernels import prefill_hopper
+    from vllm_kv_columns.attention_backend.triton.kernels.hopper import prefill
 
     tiles = chosen(head_size, windowed=windowed)
     assert tiles is not None
@@ -97,7 +97,7 @@ def compiled(head_size: int, group: int, windowed: bool, causal: bool, dtype: to
     if queries is not None:
         kinds["q_desc"] = f"tensordesc<{name}{queries.block_shape},{queries.layout!r}>"
     aligned = ("query", "out", "seq_info", "tiles", "progress", "q_t", "q_h", "o_t", "o_h")
-    kernel = prefill_hopper.attend_long_hopper
+    kernel = prefill.attend_long_hopper
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:

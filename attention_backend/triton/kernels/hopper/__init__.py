@@ -1,0 +1,1 @@
+"""Device code for Hopper, in Gluon: warps that copy and warps that multiply."""

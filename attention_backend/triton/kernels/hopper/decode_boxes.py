@@ -1,0 +1,130 @@
+"""The boxes of K and V that the decodes' kernel walks over, and the warp that has them brought."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..order import after_earlier_kernels
+from ..segments import first_key, short_tiles
+
+# Triton renamed it after 3.6.
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _segment(
+    seq_info, info_s, info_c, seg, window, G: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr
+):
+    info = seq_info + seg * info_s
+    q_start = gl.load(info)
+    q_len = gl.load(info + info_c)
+    col = gl.load(info + 2 * info_c)
+    kv_end = gl.load(info + 3 * info_c)
+    return q_start, q_len, col, kv_end, short_tiles(q_len, kv_end, window, G, ROWS, KEYS)
+
+
+@gluon.jit
+def find_segment(
+    seg, S, seq_info, info_s, info_c, window,
+    G: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """The first segment from seg on that has tiles, with what it is."""
+    q_start, q_len, col, kv_end, n_tiles = _segment(
+        seq_info, info_s, info_c, seg, window, G, ROWS, KEYS
+    )
+    while (n_tiles == 0) & (seg + 1 < S):
+        seg += 1
+        q_start, q_len, col, kv_end, n_tiles = _segment(
+            seq_info, info_s, info_c, seg, window, G, ROWS, KEYS
+        )
+    return seg, q_start, q_len, col, kv_end, n_tiles
+
+
+@gluon.jit
+def sections_of(
+    tile, take, q_len, kv_end, rows, window,
+    KEYS: gl.constexpr, BN: gl.constexpr, WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """Keys begin .. turn and turn .. end of the tiles, and boxes of each; turn: key of row 0."""
+    first = first_key(q_len, kv_end, window)
+    begin = first + tile * KEYS
+    end = gl.minimum(begin + take * KEYS, kv_end)
+    turn = begin
+    zero = 0
+    if WINDOWED:
+        zero = (end - 1) // rows * rows
+        turn = gl.maximum(zero, begin)
+    n_old = (turn - begin + BN - 1) // BN
+    n = n_old + (end - turn + BN - 1) // BN
+    return begin, turn, end, zero, n_old, n
+
+
+@gluon.jit
+def box_at(i, begin, turn, end, zero, n_old, rows, BN: gl.constexpr, WINDOWED: gl.constexpr):
+    """The first key of box i, the first that is new in it, and the row of the first."""
+    low = begin + i * BN
+    start = gl.minimum(low, end - BN)
+    row = start
+    if WINDOWED:
+        old = i < n_old
+        low = gl.where(old, low, turn + (i - n_old) * BN)
+        start = gl.minimum(low, gl.where(old, turn, end) - BN)
+        row = start - gl.where(old, zero - rows, zero)
+    return start, low, row
+
+
+@gluon.jit
+def _bring(
+    desc, boxes, full, empty, count, col, head, row,
+    HB: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Bring the count-th box of all when its place is free."""
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), HB * BN * D * 2)
+    _copy(desc, [col, head, row, 0], full.index(stage), boxes.index(stage))
+
+
+@gluon.jit
+def produce(
+    k_desc,
+    v_desc,
+    ring,
+    table,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    HB: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    after_earlier_kernels(OVERLAP)
+    boxes, full, empty = ring
+    seq_info, pieces, info_s, info_c, S, _, rows, window = table
+    run = gl.program_id(0) // (H // HB)
+    head = gl.program_id(0) % (H // HB) * HB
+    seg = gl.load(pieces + run * 8)
+    tile = gl.load(pieces + run * 8 + 1)
+    left = gl.load(pieces + run * 8 + 2)
+    count = 0
+    while left > 0:
+        seg, _q_start, q_len, col, kv_end, n_tiles = find_segment(
+            seg, S, seq_info, info_s, info_c, window, G, ROWS, KEYS
+        )
+        take = gl.minimum(n_tiles - tile, left)
+        begin, turn, end, zero, n_old, n = sections_of(
+            tile, take, q_len, kv_end, rows, window, KEYS, BN, WINDOWED
+        )
+        for i in range(n):
+            _start, _low, row = box_at(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
+            _bring(k_desc, boxes, full, empty, count, col, head, row, HB, BN, D, STAGES)
+            _bring(v_desc, boxes, full, empty, count + 1, col, head, row, HB, BN, D, STAGES)
+            count += 2
+        left = gl.where(n_tiles > 0, left - take, 0)
+        tile = tile * 0
+        seg += 1
