@@ -7,7 +7,7 @@ import torch
 from .buffers import GAP_ROWS, Buffers
 from .config import Cut, HopperDecode, power_of_two
 from .descriptors import Descriptors
-from .device import OPTIONS
+from .device import OPTIONS, overlap
 from .kernels.hopper import decode
 
 __all__ = ["HopperDecodeLaunch"]
@@ -16,10 +16,7 @@ PARTS_AT_ONCE, MERGED_NUMBERS = 8, 128  # of a thread
 
 
 class HopperDecodeLaunch:
-    """``attend_decodes_hopper`` for layers of one shape, dtype and kind of mask.
-
-    overlap: launch arguments, see ``device.overlap``.
-    """
+    """``attend_decodes_hopper`` for layers of one shape, dtype and kind of mask."""
 
     def __init__(
         self,
@@ -27,10 +24,10 @@ class HopperDecodeLaunch:
         cut: Cut,
         head_size: int,
         dtype: torch.dtype,
+        device: torch.device,
         *,
         windowed: bool,
         causal: bool,
-        overlap: dict[str, bool],
     ) -> None:
         self.tiles, self.cut = tiles, cut
         self.descriptors = Descriptors([1, tiles.heads, tiles.keys, head_size], dtype, by_head=True)
@@ -53,7 +50,7 @@ class HopperDecodeLaunch:
             "num_warps": tiles.heads,
             "maxnreg": tiles.registers,
             **OPTIONS,
-            **overlap,
+            **overlap(device),
         }
 
     def run(
@@ -70,16 +67,13 @@ class HopperDecodeLaunch:
         scale: float,
     ) -> bool:
         """One launch, or False and none where the tensors lie so that this kernel cannot."""
-        if query.stride(2) != 1 or out.stride(2) != 1:
-            return False
-        keys, values = self.descriptors.of(key_cache), self.descriptors.of(value_cache)
-        if keys is None or values is None:
+        described = self.descriptors.of_layer(query, key_cache, value_cache, out)
+        if described is None:
             return False
         programs = self.cut.runs * (self.cut.heads // self.tiles.heads)
         decode.attend_decodes_hopper[(programs,)](
             query,
-            keys,
-            values,
+            *described,
             out,
             seq_info,
             buffers.pieces,

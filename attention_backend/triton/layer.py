@@ -6,16 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .buffers import GAP_ROWS, Buffers
-from .config import (
-    Cut,
-    HopperDecode,
-    HopperTiles,
-    Tiles,
-    choose_hopper,
-    choose_hopper_decode,
-    choose_tiles,
-    power_of_two,
-)
+from .config import Tiles, choose_hopper, choose_hopper_decode, choose_tiles, power_of_two
 from .device import OPTIONS, capability, overlap, processors
 from .kernels import decode, prefill, schedule, write
 
@@ -104,36 +95,11 @@ def launch_write(
     )
 
 
-def _for_hopper(
-    tiles: HopperTiles,
-    cut: Cut,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    windowed: bool,
-    causal: bool,
-) -> "HopperLaunch":
-    from .hopper import HopperLaunch as Launch  # loads what other devices have no use for
-
-    return Launch(tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal)
-
-
-def _decodes_for_hopper(
-    tiles: HopperDecode,
-    cut: Cut,
-    head_size: int,
-    dtype: torch.dtype,
-    windowed: bool,
-    causal: bool,
-    overlap: dict[str, bool],
-) -> "HopperDecodeLaunch":
-    from .hopper_decode import HopperDecodeLaunch as Launch
-
-    return Launch(tiles, cut, head_size, dtype, windowed=windowed, causal=causal, overlap=overlap)
-
-
 class LayerLaunch:
     """Attention of layers of one shape, dtype, sign of scale and kind of mask."""
+
+    hopper: "HopperLaunch | None" = None
+    hopper_decode: "HopperDecodeLaunch | None" = None
 
     def __init__(
         self,
@@ -171,15 +137,20 @@ class LayerLaunch:
             "num_warps": tiles.long_warps,
             "num_stages": tiles.long_stages,
         }
-        chosen = choose_hopper(capability(device), cut, head_size, dtype.itemsize, windowed, negate)
-        self.hopper: HopperLaunch | None = None
-        if chosen is not None:
-            self.hopper = _for_hopper(chosen, cut, head_size, dtype, device, windowed, causal)
-        streams = choose_hopper_decode(capability(device), cut, head_size, dtype.itemsize, negate)
-        self.hopper_decode: HopperDecodeLaunch | None = None
-        if streams is not None:
-            self.hopper_decode = _decodes_for_hopper(
-                streams, cut, head_size, dtype, windowed, causal, overlap(device)
+        able = capability(device)
+        long_tiles = choose_hopper(able, cut, head_size, dtype.itemsize, windowed, negate)
+        if long_tiles is not None:
+            from .hopper import HopperLaunch  # loads what other devices have no use for
+
+            self.hopper = HopperLaunch(
+                long_tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal
+            )
+        decode_tiles = choose_hopper_decode(able, cut, head_size, dtype.itemsize, negate)
+        if decode_tiles is not None:
+            from .hopper_decode import HopperDecodeLaunch
+
+            self.hopper_decode = HopperDecodeLaunch(
+                decode_tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal
             )
         self._short: dict[str, Any] = {
             **shape,

@@ -2,7 +2,6 @@
 
 import random
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from vllm_kv_columns.attention_backend.triton.config import (
     choose_tiles,
 )
 
+from .hopper_compile import compile_gluon, registers_and_stack
 from .interpreter import INTERPRETED
 
 HOPPER, SHARED, REGISTERS = (9, 0), 227 << 10, 1 << 16
@@ -126,10 +126,6 @@ def test_boxes_bring_each_key_once_and_touch_nothing_beyond_the_last(
 
 def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: bool) -> Any:
     """The kernel as a launch with aligned tensors and strides would compile it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from vllm_kv_columns.attention_backend.triton.hopper_decode import HopperDecodeLaunch
     from vllm_kv_columns.attention_backend.triton.kernels.hopper import decode
 
@@ -140,14 +136,14 @@ def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: boo
         cut_of(heads, group, head_size),
         head_size,
         torch.bfloat16,
+        torch.device("cpu"),
         windowed=windowed,
         causal=causal,
-        overlap={"OVERLAP": True},
     )
     cache = torch.empty(256, 2, heads, head_size, dtype=torch.bfloat16)
     made = launch.descriptors.of(cache)
     assert made is not None and made.shape == [2, heads, 256, head_size]
-    constants = {"info_c": 1, **launch.constants}
+    constants = {"info_c": 1, **launch.constants, "OVERLAP": True}
     numbers = ("seq_info", "pieces", "live", "gaps", "arrivals")
     kinds = {
         **dict.fromkeys(("query", "out"), "*bf16"),
@@ -160,18 +156,7 @@ def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: boo
         "scale": "fp32",
     }
     aligned = ("query", "out", "seq_info", "pieces", "part_acc", "q_t", "q_h", "o_t", "o_h")
-    kernel = decode.attend_decodes_hopper
-    signature, values, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(i,)] = "constexpr", constants[name]
-            continue
-        signature[name] = kinds.get(name, "i32")
-        if name in aligned:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    options = {name: constants[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
-    source = GluonASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_gluon(decode.attend_decodes_hopper, constants, kinds, aligned)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted functions are not compiled")
@@ -188,8 +173,6 @@ def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: boo
 def test_the_kernel_compiles_for_hopper_and_keeps_all_in_registers(
     heads: int, group: int, head_size: int, windowed: bool, causal: bool, tmp_path: Path
 ) -> None:
-    from triton import knobs
-
     made = compiled(heads, group, head_size, windowed, causal)
     assert 2 * (made.metadata.shared + 1024) < SHARED and made.metadata.num_warps == 8
     text = made.asm["ptx"]
@@ -200,15 +183,5 @@ def test_the_kernel_compiles_for_hopper_and_keeps_all_in_registers(
         r"griddepcontrol\.wait",
     ):
         assert re.search(instruction, text), instruction
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(made.asm["cubin"])
-    usage = subprocess.run(
-        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None
-    registers, stack = map(int, found.groups())
+    registers, stack = registers_and_stack(made, tmp_path)
     assert stack == 0 and 2 * registers * 32 * made.metadata.num_warps <= REGISTERS
