@@ -59,6 +59,19 @@ class Descriptors:
             self._made[key] = made
         return self._made[key]
 
+    def of_layer(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+        """Those of K and V; None where the tensors lie so that a kernel for Hopper cannot serve."""
+        if query.stride(2) != 1 or out.stride(2) != 1:
+            return None
+        keys, values = self.of(key_cache), self.of(value_cache)
+        return None if keys is None or values is None else (keys, values)
+
 
 class _Address:
     """As much of a tensor as a descriptor asks for."""

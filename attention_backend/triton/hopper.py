@@ -85,18 +85,15 @@ class HopperLaunch:
         scale: float,
     ) -> bool:
         """One launch, or False and none where the tensors lie so that this kernel cannot."""
-        if query.stride(2) != 1 or out.stride(2) != 1:
-            return False
-        keys, values = self.descriptors.of(key_cache), self.descriptors.of(value_cache)
-        if keys is None or values is None:
+        described = self.descriptors.of_layer(query, key_cache, value_cache, out)
+        if described is None:
             return False
         queries = self.query_descriptor(query)
         programs = min(processors(query.device), max_tiles * self.cut.heads)
         prefill.attend_long_hopper[(programs,)](
             query,
             queries,
-            keys,
-            values,
+            *described,
             out,
             seq_info,
             buffers.tiles,

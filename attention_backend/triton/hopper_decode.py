@@ -7,7 +7,7 @@ import torch
 from .buffers import GAP_ROWS, Buffers
 from .config import Cut, HopperDecode, power_of_two
 from .descriptors import Descriptors
-from .device import OPTIONS
+from .device import OPTIONS, overlap
 from .kernels.hopper import decode
 
 __all__ = ["HopperDecodeLaunch"]
@@ -19,7 +19,6 @@ class HopperDecodeLaunch:
     """``attend_decodes_hopper`` for layers of one shape, dtype and kind of mask.
 
     drafts: for steps that may have drafts, on the runs cut for those.
-    overlap: launch arguments, see ``device.overlap``.
     """
 
     def __init__(
@@ -28,10 +27,10 @@ class HopperDecodeLaunch:
         cut: Cut,
         head_size: int,
         dtype: torch.dtype,
+        device: torch.device,
         *,
         windowed: bool,
         causal: bool,
-        overlap: dict[str, bool],
         drafts: bool = False,
     ) -> None:
         self.tiles, self.cut, self.drafts = tiles, cut, drafts
@@ -56,7 +55,7 @@ class HopperDecodeLaunch:
             "num_warps": tiles.heads * tiles.row_tiles,
             "maxnreg": tiles.registers,
             **OPTIONS,
-            **overlap,
+            **overlap(device),
         }
 
     def run(
@@ -73,17 +72,14 @@ class HopperDecodeLaunch:
         scale: float,
     ) -> bool:
         """One launch, or False and none where the tensors lie so that this kernel cannot."""
-        if query.stride(2) != 1 or out.stride(2) != 1:
-            return False
-        keys, values = self.descriptors.of(key_cache), self.descriptors.of(value_cache)
-        if keys is None or values is None:
+        described = self.descriptors.of_layer(query, key_cache, value_cache, out)
+        if described is None:
             return False
         runs = self.cut.draft_runs if self.drafts else self.cut.runs
         programs = runs * (self.cut.heads // self.tiles.heads)
         decode.attend_decodes_hopper[(programs,)](
             query,
-            keys,
-            values,
+            *described,
             out,
             seq_info,
             buffers.draft_pieces if self.drafts else buffers.pieces,

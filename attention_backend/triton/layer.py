@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 from .buffers import GAP_ROWS, Buffers
-from .config import (
-    Cut,
-    HopperTiles,
-    Tiles,
-    choose_hopper,
-    choose_hopper_decode,
-    choose_tiles,
-    power_of_two,
-)
+from .config import Tiles, choose_hopper, choose_hopper_decode, choose_tiles, power_of_two
 from .device import OPTIONS, capability, overlap, processors
 from .kernels import decode, prefill, schedule, write
 
@@ -110,50 +102,12 @@ def launch_write(
     )
 
 
-def _for_hopper(
-    tiles: HopperTiles,
-    cut: Cut,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    windowed: bool,
-    causal: bool,
-) -> "HopperLaunch":
-    from .hopper import HopperLaunch as Launch  # loads what other devices have no use for
-
-    return Launch(tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal)
-
-
-def _short_for_hopper(
-    cut: Cut,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    windowed: bool,
-    causal: bool,
-    negate: bool,
-    drafts: bool,
-) -> "HopperDecodeLaunch | None":
-    at = capability(device)
-    tiles = choose_hopper_decode(at, cut, head_size, dtype.itemsize, negate, drafts)
-    if tiles is None:
-        return None
-    from .hopper_decode import HopperDecodeLaunch as Launch
-
-    return Launch(
-        tiles,
-        cut,
-        head_size,
-        dtype,
-        windowed=windowed,
-        causal=causal,
-        overlap=overlap(device),
-        drafts=drafts,
-    )
-
-
 class LayerLaunch:
     """Attention of layers of one shape, dtype, sign of scale and kind of mask."""
+
+    hopper: "HopperLaunch | None" = None
+    hopper_decode: "HopperDecodeLaunch | None" = None
+    hopper_draft: "HopperDecodeLaunch | None" = None
 
     def __init__(
         self,
@@ -191,14 +145,33 @@ class LayerLaunch:
             "num_warps": tiles.long_warps,
             "num_stages": tiles.long_stages,
         }
-        chosen = choose_hopper(capability(device), cut, head_size, dtype.itemsize, windowed, negate)
-        self.hopper: HopperLaunch | None = None
-        if chosen is not None:
-            self.hopper = _for_hopper(chosen, cut, head_size, dtype, device, windowed, causal)
-        self.hopper_decode, self.hopper_draft = (
-            _short_for_hopper(cut, head_size, dtype, device, windowed, causal, negate, drafts)
-            for drafts in (False, True)
-        )
+        able = capability(device)
+        long_tiles = choose_hopper(able, cut, head_size, dtype.itemsize, windowed, negate)
+        if long_tiles is not None:
+            from .hopper import HopperLaunch  # loads what other devices have no use for
+
+            self.hopper = HopperLaunch(
+                long_tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal
+            )
+
+        def streaming(drafts: bool) -> "HopperDecodeLaunch | None":
+            tiles = choose_hopper_decode(able, cut, head_size, dtype.itemsize, negate, drafts)
+            if tiles is None:
+                return None
+            from .hopper_decode import HopperDecodeLaunch
+
+            return HopperDecodeLaunch(
+                tiles,
+                cut,
+                head_size,
+                dtype,
+                device,
+                windowed=windowed,
+                causal=causal,
+                drafts=drafts,
+            )
+
+        self.hopper_decode, self.hopper_draft = streaming(False), streaming(True)
         self._short: dict[str, Any] = {
             **shape,
             **mask,

@@ -79,26 +79,11 @@ class Flash3Step(PagedStep):
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         self.write(index)
-        problem, shape = self.problem, self.problem.shape
-        key_cache, value_cache = self.caches[index]
         flash_attn_varlen_func(
-            q=problem.query,
-            k=key_cache,
-            v=value_cache,
-            out=self.out,
-            cu_seqlens_q=self.query_start_loc,
-            max_seqlen_q=shape.max_query,
-            seqused_k=self.seq_lens,
-            max_seqlen_k=shape.max_kv,
-            softmax_scale=problem.scale,
-            causal=True,
+            **self.arguments(index),
             window_size=list(self.window),
-            block_table=self.block_table,
-            softcap=0,
             scheduler_metadata=self._metadata[: self._length],
             fa_version=3,
             q_descale=self.descale,
-            k_descale=self.descale,
-            v_descale=self.descale,
             num_splits=self._splits,
         )

@@ -79,6 +79,27 @@ class PagedStep(Step):
             self.scale_of_cache,
         )
 
+    def arguments(self, index: int) -> dict[str, Any]:
+        """What both of vLLM's functions take for a layer."""
+        problem, shape = self.problem, self.problem.shape
+        key_cache, value_cache = self.caches[index]
+        return {
+            "q": problem.query,
+            "k": key_cache,
+            "v": value_cache,
+            "out": self.out,
+            "cu_seqlens_q": self.query_start_loc,
+            "max_seqlen_q": shape.max_query,
+            "seqused_k": self.seq_lens,
+            "max_seqlen_k": shape.max_kv,
+            "softmax_scale": problem.scale,
+            "causal": True,
+            "block_table": self.block_table,
+            "softcap": 0,
+            "k_descale": self.descale,
+            "v_descale": self.descale,
+        }
+
     def cached(
         self, layer: int, segment: int, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,11 +6,11 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ChildError", "end_session", "kill", "run_child", "session_processes"]
+__all__ = ["ChildError", "end_session", "run_child", "session_processes"]
 
 KEPT_LINES = 2000
 SHOWN_LINES = 40
@@ -33,18 +33,13 @@ def session_processes(leader: int) -> list[int]:
     return sorted(found)
 
 
-def kill(processes: Iterable[int]) -> None:
-    """SIGKILL to each that is still there."""
-    for pid in processes:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def end_session(leader: int, patience: float = 10) -> None:
     """SIGKILL to all processes of a session until none is left; gives up after some seconds."""
     until = time.monotonic() + patience
     while (left := session_processes(leader)) and time.monotonic() < until:
-        kill(left)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .process import kill, session_processes
+from .process import end_session, session_processes
 
 __all__ = ["Server", "ServerStartError", "serving"]
 
@@ -121,7 +121,7 @@ class Server:
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)
-        kill(self.processes())
+        end_session(self.process.pid)
         self.process.wait()
         self._reader.join(5)
 

@@ -74,25 +74,10 @@ class UnifiedStep(PagedStep):
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
         self.write(index)
-        problem, shape = self.problem, self.problem.shape
-        key_cache, value_cache = self.caches[index]
         unified_attention(
-            q=problem.query,
-            k=key_cache,
-            v=value_cache,
-            out=self.out,
-            cu_seqlens_q=self.query_start_loc,
-            max_seqlen_q=shape.max_query,
-            seqused_k=self.seq_lens,
-            max_seqlen_k=shape.max_kv,
-            softmax_scale=problem.scale,
-            causal=True,
+            **self.arguments(index),
             window_size=self.window,
-            block_table=self.block_table,
-            softcap=0,
             q_descale=None,
-            k_descale=self.descale,
-            v_descale=self.descale,
             seq_threshold_3D=self._threshold,
             num_par_softmax_segments=SEGMENTS,
             softmax_segm_output=self._sums,

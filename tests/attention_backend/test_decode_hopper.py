@@ -2,7 +2,6 @@
 
 import random
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from vllm_kv_columns.attention_backend.triton.config import (
     choose_tiles,
 )
 
+from .hopper_compile import compile_gluon, registers_and_stack
 from .interpreter import INTERPRETED
 
 HOPPER, SHARED, REGISTERS = (9, 0), 227 << 10, 1 << 16
@@ -153,10 +153,6 @@ def compiled(
     heads: int, group: int, head_size: int, windowed: bool, causal: bool, drafts: bool = False
 ) -> Any:
     """The kernel as a launch with aligned tensors and strides would compile it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from vllm_kv_columns.attention_backend.triton.hopper_decode import HopperDecodeLaunch
     from vllm_kv_columns.attention_backend.triton.kernels.hopper import decode
 
@@ -167,15 +163,15 @@ def compiled(
         cut_of(heads, group, head_size),
         head_size,
         torch.bfloat16,
+        torch.device("cpu"),
         windowed=windowed,
         causal=causal,
-        overlap={"OVERLAP": True},
         drafts=drafts,
     )
     cache = torch.empty(256, 2, heads, head_size, dtype=torch.bfloat16)
     made = launch.descriptors.of(cache)
     assert made is not None and made.shape == [2, heads, 256, head_size]
-    constants = {"info_c": 1, **launch.constants}
+    constants = {"info_c": 1, **launch.constants, "OVERLAP": True}
     numbers = ("seq_info", "pieces", "live", "gaps", "arrivals")
     kinds = {
         **dict.fromkeys(("query", "out"), "*bf16"),
@@ -188,18 +184,7 @@ def compiled(
         "scale": "fp32",
     }
     aligned = ("query", "out", "seq_info", "pieces", "part_acc", "q_t", "q_h", "o_t", "o_h")
-    kernel = decode.attend_decodes_hopper
-    signature, values, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(i,)] = "constexpr", constants[name]
-            continue
-        signature[name] = kinds.get(name, "i32")
-        if name in aligned:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    options = {name: constants[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
-    source = GluonASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_gluon(decode.attend_decodes_hopper, constants, kinds, aligned)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted functions are not compiled")
@@ -241,8 +226,6 @@ def test_the_kernel_of_drafts_compiles_for_hopper(
 
 def used_by(made: Any, tmp_path: Path) -> tuple[int, int]:
     """Registers and bytes of stack of a thread, where the right instructions are in use."""
-    from triton import knobs
-
     text = made.asm["ptx"]
     for instruction in (
         r"mma\.sync\.aligned\.m16n8k16",
@@ -251,15 +234,4 @@ def used_by(made: Any, tmp_path: Path) -> tuple[int, int]:
         r"griddepcontrol\.wait",
     ):
         assert re.search(instruction, text), instruction
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(made.asm["cubin"])
-    usage = subprocess.run(
-        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None
-    registers, stack = map(int, found.groups())
-    return registers, stack
+    return registers_and_stack(made, tmp_path)

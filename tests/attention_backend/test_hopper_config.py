@@ -1,7 +1,6 @@
 """The choice of the Hopper kernel, and that kernel compiled for a GPU that is not there."""
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from vllm_kv_columns.attention_backend.triton.config import (
 )
 
 from .cases import HEAD_SIZES
+from .hopper_compile import compile_gluon, registers_and_stack
 from .interpreter import INTERPRETED
 
 SHARED = 227 << 10
@@ -64,10 +64,6 @@ def test_other_devices_dtypes_and_negative_scales_keep_the_plain_kernel() -> Non
 
 def compiled(head_size: int, group: int, windowed: bool, causal: bool, dtype: torch.dtype) -> Any:
     """The kernel as a launch with aligned tensors and strides would compile it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from vllm_kv_columns.attention_backend.triton.hopper import HopperLaunch
     from vllm_kv_columns.attention_backend.triton.kernels.hopper import prefill
 
@@ -97,18 +93,7 @@ def compiled(head_size: int, group: int, windowed: bool, causal: bool, dtype: to
     if queries is not None:
         kinds["q_desc"] = f"tensordesc<{name}{queries.block_shape},{queries.layout!r}>"
     aligned = ("query", "out", "seq_info", "tiles", "progress", "q_t", "q_h", "o_t", "o_h")
-    kernel = prefill.attend_long_hopper
-    signature, values, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(i,)] = "constexpr", constants[name]
-            continue
-        signature[name] = kinds.get(name, "i32")
-        if name in aligned:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    options = {name: constants[name] for name in ("num_warps", "enable_fp_fusion")}
-    source = GluonASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_gluon(prefill.attend_long_hopper, constants, kinds, aligned)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted functions are not compiled")
@@ -128,8 +113,6 @@ def compiled(head_size: int, group: int, windowed: bool, causal: bool, dtype: to
 def test_the_kernel_compiles_for_hopper(
     head_size: int, group: int, windowed: bool, causal: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    from triton import knobs
-
     made = compiled(head_size, group, windowed, causal, dtype)
     assert made.metadata.shared < SHARED
     assert made.metadata.num_warps == 12
@@ -137,15 +120,7 @@ def test_the_kernel_compiles_for_hopper(
     copies = r"cp\.async\.bulk\.tensor\.4d", r"griddepcontrol\.wait", r"atom\.global"
     for instruction in (r"wgmma\.mma_async", r"setmaxnreg\.inc", *copies):
         assert re.search(instruction, text), instruction
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(made.asm["cubin"])
-    usage = subprocess.run(
-        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    stack = re.search(r"STACK:(\d+)", usage)
+    _, stack = registers_and_stack(made, tmp_path)
     # Numbers that outlive a loop or that a mask needs may lie there; scores, weights and results
     # do not fit.
-    assert stack is not None and int(stack.group(1)) <= 256
+    assert stack <= 256
