@@ -160,7 +160,9 @@ class TritonKernel(AttentionKernel):
                 window=step.window,
                 scale=scale,
                 max_q_len=step.max_q_len,
+                early=not buffers.is_new,
             )
+        buffers.is_new = False
 
     def _layer(
         self, query: torch.Tensor, heads: int, step: TritonStep, scale: float
@@ -211,7 +213,7 @@ class TritonKernel(AttentionKernel):
         seq_info = step.tables.seq_info
         with current(seq_info.device):
             launch_schedule(buffers, seq_info, seq_info.shape[0], step.window)
-        buffers.owner = step
+        buffers.owner, buffers.is_new = step, True
 
 
 def _indexed(device: torch.device) -> torch.device:

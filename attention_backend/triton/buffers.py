@@ -20,7 +20,8 @@ class Buffers:
     whenever no kernel runs; progress: int32 [2], of the long segments' items those handed out,
     zero as well, and the query tiles in tiles; part_acc: float32 [2 * runs * heads, short_rows,
     dims]; part_sums: float32 [2 * runs * heads, 2, short_rows], where runs are the most of any
-    step. ``owner`` is the step whose schedule they hold, None for none.
+    step. ``owner`` is the step whose schedule they hold, None for none; ``is_new`` says that no
+    layer has used it yet.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Buffers:
         sums = torch.empty(parts * (dims + 2), dtype=torch.float32, device=device)
         self.part_acc, self.part_sums = sums.split((parts * dims, parts * 2))
         self.owner: Any = None
+        self.is_new = True
 
     def hold(self, tokens: int, segments: int) -> bool:
         """Whether a step of that size fits."""

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 __all__ = [
     "Cut",
     "HopperDecode",
+    "HopperShort",
     "HopperTiles",
     "Tiles",
     "choose_hopper",
     "choose_hopper_decode",
+    "choose_hopper_short",
     "choose_tiles",
     "power_of_two",
 ]
@@ -16,9 +18,10 @@ __all__ = [
 HOPPER = (9, 0)  # compute capability
 DECODE_HEADS, DECODE_PROGRAMS = 4, 2
 """Of the decodes' kernel for Hopper: KV heads of a program, programs of a multiprocessor."""
-DRAFT_HEADS, DRAFT_TILES, DRAFT_PROGRAMS = 2, 4, 1
-"""The same where there may be drafts, with tiles of 16 rows: a warp for each head and tile."""
-MIXED_PROGRAMS = 56
+SHORT_WORKERS, SHORT_ROWS = 2, 64
+"""Of the other short segments' kernel: workers of a program, which has a multiprocessor to itself,
+and most rows of a segment."""
+MIXED_PROGRAMS = 72
 """Programs of these that work beside long segments: enough to saturate memory, no more."""
 
 
@@ -142,14 +145,13 @@ def choose_tiles(
     short_keys = min(128, max(32, 8192 // dims))
     decode_keys = draft_keys = short_keys
     draft_runs = mixed_runs = max(1, (1 if wide else 2) * processors // heads)
-    if _streams(capability, heads, DRAFT_HEADS, head_size, small_rows):
-        draft_runs = max(1, DRAFT_PROGRAMS * processors * DRAFT_HEADS // heads)
-        mixed_runs = max(1, min(MIXED_PROGRAMS * DRAFT_HEADS // heads, draft_runs))
-        draft_keys = 16
-    if _streams(capability, heads, DECODE_HEADS, head_size, small_rows):
+    if _streams_short(capability, head_size, small_rows):
+        runs = draft_runs = _short_runs(processors, heads)
+        mixed_runs = min(_short_runs(MIXED_PROGRAMS, heads), draft_runs)
+        decode_keys = draft_keys = 16  # the finer, the more even; what boxes share is in the L2
+    if _streams_decodes(capability, heads, head_size, small_rows):
         runs = max(1, DECODE_PROGRAMS * processors * DECODE_HEADS // heads)
         min_tiles = max(1, min_tiles // DECODE_HEADS)
-        decode_keys = 16  # the finer, the more even; keys that boxes share come from the L2 cache
     cut = Cut(
         heads=heads,
         group=group,
@@ -227,48 +229,77 @@ def choose_hopper(
 
 @dataclass(frozen=True)
 class HopperDecode:
-    """Launch parameters of the short segments' kernel for Hopper.
+    """Launch parameters of the decodes' kernel for Hopper.
 
-    heads: KV heads of a program; row_tiles: most tiles of 16 rows; a warp for each of both. keys:
-    of a box; stages: places for boxes. registers: most of a thread before warps are told apart.
+    heads: KV heads of a program, a warp for each. keys: of a box; stages: places for boxes.
+    registers: most of a thread before warps are told apart.
     """
 
     heads: int
-    row_tiles: int
     keys: int
     stages: int
     registers: int
 
 
-def _streams(
-    capability: tuple[int, int], heads: int, block: int, head_size: int, small_rows: int
+def _streams_decodes(
+    capability: tuple[int, int], heads: int, head_size: int, small_rows: int
 ) -> bool:
     return (
-        capability == HOPPER and heads % block == 0 and head_size in (64, 128) and small_rows <= 16
+        capability == HOPPER
+        and heads % DECODE_HEADS == 0
+        and head_size in (64, 128)
+        and small_rows <= 16
     )
 
 
 def choose_hopper_decode(
-    capability: tuple[int, int],
-    cut: Cut,
-    head_size: int,
-    element_size: int,
-    negate: bool,
-    drafts: bool = False,
+    capability: tuple[int, int], cut: Cut, head_size: int, element_size: int, negate: bool
 ) -> HopperDecode | None:
-    """The short segments' kernel for layers of a shape on a device; None: not for these.
+    """The decodes' kernel for layers of a shape on a device; None: not for these.
 
-    Decodes: boxes of 16 KiB, of which each of a multiprocessor's programs has four on their way or
-    in use: at 4.4 TB/s a multiprocessor needs 27 KiB on their way to hide 0.8 us. drafts: where a
-    segment may have more rows than a warp, one program with six boxes of 32 KiB, deep enough to
-    keep memory busy while a segment ends, and for few programs to saturate it. With 256 numbers a
-    row, query and result do not fit registers.
+    Boxes of 16 KiB, of which each of a multiprocessor's programs has four on their way or in use:
+    at 4.4 TB/s a multiprocessor needs 27 KiB on their way to hide 0.8 us. With 256 numbers a row,
+    query and result do not fit registers.
     """
     if element_size != 2 or negate:
         return None
-    heads = DRAFT_HEADS if drafts else DECODE_HEADS
-    if not _streams(capability, cut.heads, heads, head_size, cut.small_rows):
+    if not _streams_decodes(capability, cut.heads, head_size, cut.small_rows):
         return None
-    if not drafts:
-        return HopperDecode(heads, 1, keys=2048 // head_size, stages=4, registers=128)
-    return HopperDecode(heads, DRAFT_TILES, keys=8192 // head_size, stages=6, registers=168)
+    return HopperDecode(heads=DECODE_HEADS, keys=2048 // head_size, stages=4, registers=128)
+
+
+@dataclass(frozen=True)
+class HopperShort:
+    """Launch parameters of the other short segments' kernel for Hopper.
+
+    keys: of a box; stages: a worker's places for boxes.
+    """
+
+    keys: int
+    stages: int
+
+
+def _streams_short(capability: tuple[int, int], head_size: int, small_rows: int) -> bool:
+    return capability == HOPPER and head_size in (64, 128, 256) and small_rows <= SHORT_ROWS
+
+
+def _short_runs(programs: int, heads: int) -> int:
+    """As many as those programs have workers for, a worker for each head; none is left over."""
+    step = SHORT_WORKERS if heads % SHORT_WORKERS else 1
+    return max(1, SHORT_WORKERS * programs // (heads * step)) * step
+
+
+def choose_hopper_short(
+    capability: tuple[int, int], cut: Cut, head_size: int, element_size: int, negate: bool
+) -> HopperShort | None:
+    """The kernel of short segments that are no decodes, or that the decodes' one does not serve.
+
+    None: not for layers of that shape or that device. Boxes of 16 KiB, of which each worker has as
+    many as fit beside a query tile, deep enough to keep memory busy while a segment ends, and for
+    few programs to saturate it.
+    """
+    if element_size != 2 or negate:
+        return None
+    if not _streams_short(capability, head_size, cut.small_rows):
+        return None
+    return HopperShort(keys=8192 // head_size, stages=5 if head_size == 256 else 6)

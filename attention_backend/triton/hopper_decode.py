@@ -1,4 +1,4 @@
-"""The launch of the short segments' kernel for Hopper."""
+"""The launch of the decodes' kernel for Hopper."""
 
 from typing import Any
 
@@ -16,10 +16,7 @@ PARTS_AT_ONCE, MERGED_NUMBERS = 8, 128  # of a thread
 
 
 class HopperDecodeLaunch:
-    """``attend_decodes_hopper`` for layers of one shape, dtype and kind of mask.
-
-    drafts: for steps that may have drafts, on the runs cut for those.
-    """
+    """``attend_decodes_hopper`` for layers of one shape, dtype and kind of mask."""
 
     def __init__(
         self,
@@ -31,9 +28,8 @@ class HopperDecodeLaunch:
         *,
         windowed: bool,
         causal: bool,
-        drafts: bool = False,
     ) -> None:
-        self.tiles, self.cut, self.drafts = tiles, cut, drafts
+        self.tiles, self.cut = tiles, cut
         self.descriptors = Descriptors([1, tiles.heads, tiles.keys, head_size], dtype, by_head=True)
         numbers = MERGED_NUMBERS * 32 // (PARTS_AT_ONCE * head_size)
         self.constants: dict[str, Any] = {
@@ -41,18 +37,17 @@ class HopperDecodeLaunch:
             "G": cut.group,
             "D": head_size,
             "HB": tiles.heads,
-            "MT": tiles.row_tiles,
             "BN": tiles.keys,
             "STAGES": tiles.stages,
             "REGISTERS": 24,
             "ROWS": cut.short_rows,
-            "KEYS": cut.tile_keys(drafts),
+            "KEYS": cut.decode_keys,
             "CAUSAL": causal,
             "WINDOWED": windowed,
-            "RB": min(power_of_two(cut.group), max(1, numbers)) * tiles.row_tiles,
+            "RB": min(power_of_two(cut.group), max(1, numbers)),
             "BP": PARTS_AT_ONCE,
             "BG": GAP_ROWS,
-            "num_warps": tiles.heads * tiles.row_tiles,
+            "num_warps": tiles.heads,
             "maxnreg": tiles.registers,
             **OPTIONS,
             **overlap(device),
@@ -70,19 +65,19 @@ class HopperDecodeLaunch:
         rows: int,
         window: int,
         scale: float,
+        early: bool,
     ) -> bool:
         """One launch, or False and none where the tensors lie so that this kernel cannot."""
         described = self.descriptors.of_layer(query, key_cache, value_cache, out)
         if described is None:
             return False
-        runs = self.cut.draft_runs if self.drafts else self.cut.runs
-        programs = runs * (self.cut.heads // self.tiles.heads)
+        programs = self.cut.runs * (self.cut.heads // self.tiles.heads)
         decode.attend_decodes_hopper[(programs,)](
             query,
             *described,
             out,
             seq_info,
-            buffers.draft_pieces if self.drafts else buffers.pieces,
+            buffers.pieces,
             buffers.live,
             buffers.gaps,
             buffers.arrivals,
@@ -93,6 +88,7 @@ class HopperDecodeLaunch:
             rows,
             window,
             scale,
+            int(early),
             *seq_info.stride(),
             *query.stride()[:2],
             *out.stride()[:2],

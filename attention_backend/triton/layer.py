@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 from .buffers import GAP_ROWS, Buffers
-from .config import Tiles, choose_hopper, choose_hopper_decode, choose_tiles, power_of_two
+from .config import (
+    Tiles,
+    choose_hopper,
+    choose_hopper_decode,
+    choose_hopper_short,
+    choose_tiles,
+    power_of_two,
+)
 from .device import OPTIONS, capability, overlap, processors
 from .kernels import decode, prefill, schedule, write
 
 if TYPE_CHECKING:
     from .hopper import HopperLaunch
     from .hopper_decode import HopperDecodeLaunch
+    from .hopper_short import HopperShortLaunch
 
 __all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
 
@@ -106,8 +114,8 @@ class LayerLaunch:
     """Attention of layers of one shape, dtype, sign of scale and kind of mask."""
 
     hopper: "HopperLaunch | None" = None
-    hopper_decode: "HopperDecodeLaunch | None" = None
-    hopper_draft: "HopperDecodeLaunch | None" = None
+    hopper_decode: "HopperDecodeLaunch | HopperShortLaunch | None" = None
+    hopper_draft: "HopperShortLaunch | None" = None
 
     def __init__(
         self,
@@ -153,25 +161,30 @@ class LayerLaunch:
             self.hopper = HopperLaunch(
                 long_tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal
             )
+        short_tiles = choose_hopper_short(able, cut, head_size, dtype.itemsize, negate)
+        if short_tiles is not None:
+            from .hopper_short import HopperShortLaunch
 
-        def streaming(drafts: bool) -> "HopperDecodeLaunch | None":
-            tiles = choose_hopper_decode(able, cut, head_size, dtype.itemsize, negate, drafts)
-            if tiles is None:
-                return None
+            self.hopper_decode, self.hopper_draft = (
+                HopperShortLaunch(
+                    short_tiles,
+                    cut,
+                    head_size,
+                    dtype,
+                    device,
+                    windowed=windowed,
+                    causal=causal,
+                    drafts=drafts,
+                )
+                for drafts in (False, True)
+            )
+        decode_tiles = choose_hopper_decode(able, cut, head_size, dtype.itemsize, negate)
+        if decode_tiles is not None:
             from .hopper_decode import HopperDecodeLaunch
 
-            return HopperDecodeLaunch(
-                tiles,
-                cut,
-                head_size,
-                dtype,
-                device,
-                windowed=windowed,
-                causal=causal,
-                drafts=drafts,
+            self.hopper_decode = HopperDecodeLaunch(
+                decode_tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal
             )
-
-        self.hopper_decode, self.hopper_draft = streaming(False), streaming(True)
         self._short: dict[str, Any] = {
             **shape,
             **mask,
@@ -196,10 +209,12 @@ class LayerLaunch:
         window: int | None,
         scale: float,
         max_q_len: int | None,
+        early: bool,
     ) -> None:
         """One or two launches; which and how large depends on sizes that the host knows.
 
         That of the short segments comes first: its programs leave room, see ``kernels/order.py``.
+        early: the schedule is not that of the kernel right in front, see there.
         """
         cut, tokens, segments = self.tiles.cut, query.shape[0], buffers.segments
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
@@ -212,7 +227,7 @@ class LayerLaunch:
         tensors = (query, key_cache, value_cache, out, seq_info)
         numbers: _Numbers = {"rows": rows, "window": window, "scale": scale}
         streaming = self.hopper_draft if drafts else self.hopper_decode
-        if streaming is None or not streaming.run(*tensors, buffers, **numbers):
+        if streaming is None or not streaming.run(*tensors, buffers, **numbers, early=early):
             short = self.tiles.draft if drafts else self.tiles.decode
             decode.attend_short[((cut.draft_runs if drafts else cut.runs) * cut.heads,)](
                 *tensors,

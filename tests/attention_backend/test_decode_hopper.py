@@ -1,8 +1,7 @@
-"""The short segments' kernel for Hopper: the choice, and the kernel compiled without a GPU."""
+"""The choice of the decodes' kernel for Hopper, and that kernel compiled for a GPU not there."""
 
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from vllm_kv_columns.attention_backend.triton.config import (
-    MIXED_PROGRAMS,
     Cut,
     HopperDecode,
     choose_hopper_decode,
@@ -36,10 +34,9 @@ def chosen(
     capability: tuple[int, int] = HOPPER,
     element_size: int = 2,
     negate: bool = False,
-    drafts: bool = False,
 ) -> HopperDecode | None:
     cut = cut_of(heads, group, head_size, capability)
-    return choose_hopper_decode(capability, cut, head_size, element_size, negate, drafts)
+    return choose_hopper_decode(capability, cut, head_size, element_size, negate)
 
 
 @pytest.mark.parametrize("heads", [4, 8, 12, 16, 40])
@@ -58,42 +55,6 @@ def test_a_run_has_a_program_for_each_block_of_heads_and_all_fit_at_once(
     assert cut.most_runs == max(cut.runs, cut.draft_runs)
 
 
-@pytest.mark.parametrize("heads", [2, 4, 6, 8, 16, 40])
-@pytest.mark.parametrize("head_size", [64, 128])
-def test_runs_of_drafts_fill_the_device_but_leave_room_beside_long_segments(
-    heads: int, head_size: int
-) -> None:
-    cut, tiles = cut_of(heads, 4, head_size), chosen(heads, 4, head_size, drafts=True)
-    assert tiles is not None and heads % tiles.heads == 0
-    blocks = heads // tiles.heads
-    assert 132 - blocks < cut.draft_runs * blocks <= 132
-    assert MIXED_PROGRAMS - blocks < cut.mixed_runs * blocks <= MIXED_PROGRAMS
-    assert 16 * tiles.row_tiles == cut.short_rows  # where a program's shares of a segment are left
-    assert tiles.stages * tiles.heads * tiles.keys * head_size * 2 < SHARED - (17 << 10)
-    assert tiles.keys % (16 * tiles.row_tiles) == 0
-    assert cut.short_keys % cut.draft_keys == 0
-
-
-def test_only_short_segments_are_cut_otherwise_than_on_other_devices() -> None:
-    for heads, group, head_size in ((8, 4, 128), (4, 8, 64), (8, 4, 256), (8, 32, 128), (2, 4, 64)):
-        plain, ours = (cut_of(heads, group, head_size, at) for at in ((8, 0), HOPPER))
-        assert (
-            replace(
-                ours,
-                runs=plain.runs,
-                min_tiles=plain.min_tiles,
-                decode_keys=plain.decode_keys,
-                draft_keys=plain.draft_keys,
-                draft_runs=plain.draft_runs,
-                mixed_runs=plain.mixed_runs,
-            )
-            == plain
-        )
-        streams = chosen(heads, group, head_size, drafts=True) is not None
-        assert streams or ours == plain
-        assert plain.mixed_runs == plain.draft_runs and plain.draft_keys == plain.short_keys
-
-
 def test_the_schedule_of_a_device_serves_all_dtypes() -> None:
     for size in (64, 128, 256):
         assert choose_tiles(8, 4, size, 4, 132, capability=HOPPER).cut == cut_of(8, 4, size)
@@ -109,22 +70,20 @@ def test_other_shapes_and_devices_keep_the_plain_kernel() -> None:
     assert chosen(8, 4, 256) is None
     assert chosen(8, 4, 80) is None
     assert [heads for heads in range(1, 10) if chosen(heads, 4, 128)] == [4, 8]
-    assert [n for n in range(1, 10) if chosen(n, 4, 128, drafts=True)] == [2, 4, 6, 8]
-    assert chosen(8, 4, 256, drafts=True) is None and chosen(8, 17, 128, drafts=True) is None
 
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_boxes_bring_each_key_once_and_touch_nothing_beyond_the_last(
     windowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_kv_columns.attention_backend.triton.kernels.hopper import decode_boxes
+    from vllm_kv_columns.attention_backend.triton.kernels.hopper import boxes
 
     numbers = SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b)
-    monkeypatch.setattr(decode_boxes, "gl", numbers)
+    monkeypatch.setattr(boxes, "gl", numbers)
     monkeypatch.setattr(
-        decode_boxes, "first_key", lambda q_len, end, window: max(end - q_len - window + 1, 0)
+        boxes, "first_key", lambda q_len, end, window: max(end - q_len - window + 1, 0)
     )
-    sections, box = decode_boxes.sections_of.fn, decode_boxes.box_at.fn
+    sections, box = boxes.sections_of.fn, boxes.box_at.fn
     rng = random.Random(0)
     for _ in range(2000):
         size, tile_keys = rng.choice((16, 32, 64, 128)), rng.choice((16, 32, 64))
@@ -149,14 +108,12 @@ def test_boxes_bring_each_key_once_and_touch_nothing_beyond_the_last(
         assert brought == list(range(first + tile * tile_keys, stop))
 
 
-def compiled(
-    heads: int, group: int, head_size: int, windowed: bool, causal: bool, drafts: bool = False
-) -> Any:
+def compiled(heads: int, group: int, head_size: int, windowed: bool, causal: bool) -> Any:
     """The kernel as a launch with aligned tensors and strides would compile it."""
     from vllm_kv_columns.attention_backend.triton.hopper_decode import HopperDecodeLaunch
     from vllm_kv_columns.attention_backend.triton.kernels.hopper import decode
 
-    tiles = chosen(heads, group, head_size, drafts=drafts)
+    tiles = chosen(heads, group, head_size)
     assert tiles is not None
     launch = HopperDecodeLaunch(
         tiles,
@@ -166,7 +123,6 @@ def compiled(
         torch.device("cpu"),
         windowed=windowed,
         causal=causal,
-        drafts=drafts,
     )
     cache = torch.empty(256, 2, heads, head_size, dtype=torch.bfloat16)
     made = launch.descriptors.of(cache)
@@ -203,29 +159,6 @@ def test_the_kernel_compiles_for_hopper_and_keeps_all_in_registers(
 ) -> None:
     made = compiled(heads, group, head_size, windowed, causal)
     assert 2 * (made.metadata.shared + 1024) < SHARED and made.metadata.num_warps == 8
-    registers, stack = used_by(made, tmp_path)
-    assert stack == 0 and 2 * registers * 32 * made.metadata.num_warps <= REGISTERS
-
-
-@pytest.mark.skipif(INTERPRETED, reason="interpreted functions are not compiled")
-@pytest.mark.parametrize(
-    "heads, group, head_size, windowed, causal",
-    [(8, 4, 128, False, True), (2, 8, 128, True, False), (4, 8, 64, True, True)],
-    ids=str,
-)
-def test_the_kernel_of_drafts_compiles_for_hopper(
-    heads: int, group: int, head_size: int, windowed: bool, causal: bool, tmp_path: Path
-) -> None:
-    made = compiled(heads, group, head_size, windowed, causal, drafts=True)
-    assert made.metadata.shared + 1024 < SHARED and made.metadata.num_warps == 12
-    assert "setmaxnreg.inc.sync.aligned.u32 \t240" in made.asm["ptx"]
-    registers, stack = used_by(made, tmp_path)
-    # There lie numbers that outlive a segment, and a few that four tiles of rows leave no room for.
-    assert stack <= 384 and registers * 32 * made.metadata.num_warps <= REGISTERS
-
-
-def used_by(made: Any, tmp_path: Path) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, where the right instructions are in use."""
     text = made.asm["ptx"]
     for instruction in (
         r"mma\.sync\.aligned\.m16n8k16",
@@ -234,4 +167,5 @@ def used_by(made: Any, tmp_path: Path) -> tuple[int, int]:
         r"griddepcontrol\.wait",
     ):
         assert re.search(instruction, text), instruction
-    return registers_and_stack(made, tmp_path)
+    registers, stack = registers_and_stack(made, tmp_path)
+    assert stack == 0 and 2 * registers * 32 * made.metadata.num_warps <= REGISTERS

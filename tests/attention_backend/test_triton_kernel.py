@@ -109,10 +109,12 @@ def test_decodes_memcheck(size: int, dtype: torch.dtype, causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "size, group, causal", [(64, 4, True), (128, 4, False), (128, 1, True)], ids=str
+    "size, heads, group, causal",
+    [(64, 3, 4, True), (128, 4, 4, False), (128, 1, 1, True), (256, 2, 2, True)],
+    ids=str,
 )
-def test_drafts_memcheck(size: int, group: int, causal: bool) -> None:
-    case = replace(DRAFTS, head_size=size, group=group, causal=causal)
+def test_drafts_memcheck(size: int, heads: int, group: int, causal: bool) -> None:
+    case = replace(DRAFTS, head_size=size, heads=heads, group=group, causal=causal)
     check(case, DEVICE)
     long = (36, 40, 5, 500)
     check(replace(case, tokens=90, segments=(*case.segments[:4], long)), DEVICE)
@@ -218,6 +220,23 @@ def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> Non
     assert sum(counts) == total and not any(counts[used:])
     assert max(counts[:used]) - min(counts[:used]) <= 1
     assert buffers.live.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("count, runs, used", [(64, 33, 32), (3, 10, 9), (8, 8, 8), (9, 8, 8)])
+def test_segments_of_equal_lengths_are_cut_as_little_as_can_be(
+    count: int, runs: int, used: int
+) -> None:
+    cut = replace(choose_tiles(2, 4, 64, 2, 8).cut, decode_keys=16, runs=runs, min_tiles=1)
+    info = torch.tensor([(i, 1, i, 640) for i in range(count)], dtype=torch.int32, device=DEVICE)
+    buffers = Buffers(cut, 64, count, count, DEVICE)
+    layer.launch_schedule(buffers, info, count, None)
+    pieces = buffers.pieces.reshape(-1, 8)
+    assert pieces[:, 2].count_nonzero() == used
+    parts = pieces[:, 3][pieces[:, 3] > 0].tolist()
+    if count == 9:  # no number of runs is near that cuts none
+        assert len(parts) > 1
+    else:
+        assert parts == ([] if count >= used else [used // count] * count)
 
 
 @pytest.mark.parametrize("long", [False, True])

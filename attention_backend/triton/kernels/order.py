@@ -11,6 +11,13 @@ which it reads nothing. Its programs start when all of that one have waited, so 
 further back has ended by then. It ends after the one in front, so that who waits for its end has
 waited for both. The kernel behind may start before, but waits for that; and does so before it lets
 others start, so that the rule holds from there on.
+
+The write of a layer's keys and values lets later ones start at once, before it waits: behind it
+lies that layer's attention. Warps of its short segments' kernels for Hopper that bring keys and
+values to shared memory do not wait as long as they bring nothing of this step's tokens, so that
+memory is busy while the write runs. All else of them waits, and whoever waits for the write has
+waited for what lies further back. What those warps read was written by an earlier step, or is the
+schedule; of a step's first layer, which may lie right behind the schedule, they wait, too.
 Source: CUDA C++ Programming Guide, Programmatic Dependent Launch and Synchronization.
 """
 

@@ -34,17 +34,27 @@ def _cut(
 ):
     """Cut the key tiles of all short segments, one after the other, in R equal runs or fewer.
 
-    In no more than MIXED_R, if there are long segments.
+    In no more than MIXED_R, if there are long segments. A few less if each then has as many
+    segments as the others, or each segment as many runs: of equal lengths, none or few are cut.
     Less than 2 ** 31 tiles; products with a run's number may be more.
     """
     total = tl.full([], 0, tl.int32)
+    segments = tl.full([], 0, tl.int32)
     longest = tl.full([], 0, tl.int32)
     for at in range(0, S, BS):
         seg = at + tl.arange(0, BS)
         q_len, kv_end = _lengths(seq_info, info_s, info_c, seg, seg < S)
-        total += tl.sum(short_tiles(q_len, kv_end, window, G, BM, BN), 0)
+        n = short_tiles(q_len, kv_end, window, G, BM, BN)
+        total += tl.sum(n, 0)
+        segments += tl.sum((n > 0).to(tl.int32), 0)
         longest = tl.maximum(longest, tl.max(tl.where(kv_end > 0, q_len, 0), 0))
     most = tl.where(longest * G > BM, MIXED_R, R)
+    segments = tl.maximum(segments, 1)
+    of_each = (segments + most - 1) // most
+    fewer = tl.where(
+        segments > most, (segments + of_each - 1) // of_each, most // segments * segments
+    )
+    most = tl.where(fewer * 8 >= most * 7, fewer, most)
     runs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, most)
     divisor = tl.maximum(runs, 1)
 

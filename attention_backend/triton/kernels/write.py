@@ -36,8 +36,8 @@ def write_slots(
     OVERLAP: tl.constexpr,
 ):
     """Program (t, j): heads j*BH .. of token t. Tokens of column 0 go to its row 0."""
-    after_earlier_kernels(OVERLAP)
     let_later_kernels_start(OVERLAP)
+    after_earlier_kernels(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BH + tl.arange(0, BH)).to(tl.int64)[:, None]
     dim = tl.arange(0, BD).to(tl.int64)[None, :]

@@ -1,14 +1,10 @@
-"""Attention of short segments on Hopper: a producer streams K and V, consumers keep up.
+"""Attention of decodes on Hopper: a producer that streams K and V, consumers that keep up.
 
 Program (run, block of HB KV heads) walks the run's segments, as in ``kernels/decode.py``. Its last
 warp, the producer, lets the copy engine bring boxes of BN keys of all HB heads into a ring in
-shared memory, K and V in turn, far ahead of the use. The others, MT for each head, multiply; while
-keys stream, they exchange nothing but the news that a box is full or free.
-
-Where there are only decodes MT is 1, and a warp has the 16 rows of a head. Where there may be
-drafts, a segment is taken by RT tiles of 16 rows, as few as hold it: a warp has one of them, and
-the MT / RT warps that then have the same rows share the keys of a box. What these sum up they leave
-in memory at the segment's end and add up, while the ring fills.
+shared memory, K and V in turn, far ahead of the use. Each of the HB others takes one head, through
+products of its own: while keys stream, warps exchange nothing but the news that a box is full or
+free.
 
 Rows of a column beyond its last key may be no memory at all, so the last box of a section of keys
 ends where the section does, on top of the one before or, below row 0, on rows that the copy engine
@@ -21,11 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .decode_boxes import produce
+from .boxes import produce
 from .decode_consumer import consume
 
 
-@gluon.jit(do_not_specialize=["S", "T", "rows", "window"])
+@gluon.jit(do_not_specialize=["S", "T", "rows", "window", "early"])
 def attend_decodes_hopper(
     query,
     k_desc,
@@ -43,6 +39,7 @@ def attend_decodes_hopper(
     rows,
     window,
     scale,
+    early,
     info_s,
     info_c,
     q_t,
@@ -53,7 +50,6 @@ def attend_decodes_hopper(
     G: gl.constexpr,
     D: gl.constexpr,
     HB: gl.constexpr,
-    MT: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -66,9 +62,9 @@ def attend_decodes_hopper(
     BG: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """``attend_short`` for segments of at most 16 * MT rows a KV head; ROWS says which are short.
+    """``attend_short`` for segments of at most 16 rows a KV head; there may be no others.
 
-    What earlier kernels have written is awaited by all warps.
+    The layer's only attention kernel: what earlier kernels have written is awaited by all warps.
 
     Descriptors are of [columns, H, rows, D]. KEYS: of a tile of the schedule, BN: of a box,
     ROWS: of a part. scale is positive. Dimensions of query and out lie side by side.
@@ -86,13 +82,14 @@ def attend_decodes_hopper(
     table = (seq_info, pieces, info_s, info_c, S, T, rows, window)
     ends = (query, out, part_acc, part_sums, q_t, q_h, o_t, o_h)
     counts = (live, gaps, arrivals)
+    where = (gl.program_id(0) // (H // HB), gl.program_id(0) % (H // HB) * HB)
     gl.warp_specialize(
         [
-            (consume, (ring, table, ends, counts, scale,
-                        H, G, D, HB, MT, BN, STAGES, ROWS, KEYS, CAUSAL, WINDOWED,
+            (consume, (ring, table, ends, counts, where, scale, early,
+                        H, G, D, HB, BN, STAGES, ROWS, KEYS, CAUSAL, WINDOWED,
                         RB, BP, BG, OVERLAP)),
-            (produce, (k_desc, v_desc, ring, table,
-                        H, G, D, HB, BN, STAGES, ROWS, KEYS, WINDOWED, OVERLAP)),
+            (produce, (k_desc, v_desc, ring, table, where, early,
+                        G, D, HB, BN, STAGES, ROWS, KEYS, WINDOWED, OVERLAP)),
         ],
         [1],
         [REGISTERS],

@@ -10,14 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .prefill_items import CONSUMER_ROWS, CONSUMERS, hear, tile_below
-
-
-@gluon.jit
-def _anew(x):
-    """x, of which the compiler does not know that it is: what follows from it is not kept."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
+from .softmax import anew, clear, weigh
 
 
 @gluon.jit
@@ -70,54 +63,6 @@ def _floor(start, wrap, BN: gl.constexpr, WINDOWED: gl.constexpr):
     if WINDOWED:
         floor = gl.where(start + BN > wrap, wrap, 0)
     return floor
-
-
-@gluon.jit
-def _clear(values, first, BN: gl.constexpr, D: gl.constexpr):
-    """Zero the rows of V before first. Other consumers write the same."""
-    PART: gl.constexpr = 32 if D < 256 else 16
-    LANES: gl.constexpr = D // 8 if D < 256 else 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    row = gl.arange(0, PART, gl.SliceLayout(1, layout))
-    for part in gl.static_range(BN // PART):
-        n = row + part * PART
-        known = n >= first
-        piece = values.slice(part * PART, PART)
-        piece.store(gl.where(known[:, None], piece.load(layout), 0.0))
-    fence_async_shared()
-
-
-@gluon.jit
-def _weigh(
-    scores,
-    top,
-    total,
-    start,
-    floor,
-    least,
-    most,
-    edge,
-    scale,
-    BN: gl.constexpr,
-):
-    """One step of softmax: weights, the factor for older sums, new top and total.
-
-    scores are unscaled; top is the largest of them so far, total the sum of weights. A row sees
-    keys least .. most, both included, of this tile none below floor; edge says that some row does
-    not see all of the tile.
-    """
-    if edge:
-        columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-        n = (gl.arange(0, BN, columns) + _anew(0))[None, :]
-        lowest = gl.maximum(least, floor) - start
-        seen = (n <= (most - start)[:, None]) & (n >= lowest[:, None])
-        scores = gl.where(seen, scores, float("-inf"))
-    new = gl.maximum(top, gl.max(scores, 1))
-    shift = gl.where(new == float("-inf"), 0.0, new * scale)  # -inf - -inf would be NaN
-    fade = gl.exp2(top * scale - shift)
-    weights = gl.exp2(scores * scale - shift[:, None])
-    total = total * fade + gl.sum(weights, 1)
-    return weights, fade, new, total
 
 
 @gluon.jit
@@ -196,7 +141,7 @@ def consume(
         mbarrier.arrive(k_empty.index(stage))
         floor = _floor(start, wrap, BN, WINDOWED)
         edge = (start < gl.maximum(all_low, floor)) | (base > all_high)
-        weights, fade, top, total = _weigh(
+        weights, fade, top, total = weigh(
             scores, top, total, start, floor, least, most, edge, scale, BN
         )
         weights = gl.convert_layout(weights.to(dtype), p_layout)
@@ -208,7 +153,7 @@ def consume(
             if WINDOWED:  # noqa: SIM102 known when compiled
                 if (start < first) & (start + BN > 0):
                     mbarrier.wait(v_full.index(v_stage), v_phase)
-                    _clear(values, first - start, BN, D)
+                    clear(values, first - start, BN, D)
             count += 1
             stage = count % STAGES
             phase = (count // STAGES) & 1
@@ -227,7 +172,7 @@ def consume(
             mbarrier.arrive(k_empty.index(stage))
             floor = _floor(start, wrap, BN, WINDOWED)
             edge = (start < gl.maximum(all_low, floor)) | (start + BN > all_high)
-            newer, fade, top, total = _weigh(
+            newer, fade, top, total = weigh(
                 scores, top, total, start, floor, least, most, edge, scale, BN
             )
             # Long complete; a branch, above which the assembler does not move the wait for acc.
@@ -243,7 +188,7 @@ def consume(
         mbarrier.wait(v_full.index(stage), phase)
         if WINDOWED:  # noqa: SIM102 known when compiled
             if (start < first) & (start + BN > 0):
-                _clear(values, first - start, BN, D)
+                clear(values, first - start, BN, D)
         acc = warpgroup_mma(weights, values, acc, is_async=True)
         total = gl.where(total > 0, total, 1.0)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
@@ -252,11 +197,11 @@ def consume(
 
         result = acc / gl.convert_layout(total, o_rows)[:, None]
         if OUT_DIRECT:
-            at, inside = _places(_anew(begin), q_start, q_len, head, T, o_t, o_h, G, D, o_layout)
+            at, inside = _places(anew(begin), q_start, q_len, head, T, o_t, o_h, G, D, o_layout)
             gl.store(out + at, result.to(dtype), mask=inside)
         else:
             q_tile.store(result.to(dtype))
-            at, inside = _places(_anew(begin), q_start, q_len, head, T, o_t, o_h, G, D, io)
+            at, inside = _places(anew(begin), q_start, q_len, head, T, o_t, o_h, G, D, io)
             gl.store(out + at, q_tile.load(io), mask=inside)
             if Q_COPIED:
                 fence_async_shared()

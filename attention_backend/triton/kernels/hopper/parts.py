@@ -1,4 +1,4 @@
-"""Results of the decodes' kernel: whole, or parts that whoever is last merges; rows without one."""
+"""Results of short segments: whole, or parts that whoever is last merges; rows without one."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,7 +6,6 @@ from triton.experimental.gluon import language as gl
 # Triton renamed it after 3.6.
 all_here = getattr(gl, "barrier", None) or gl.thread_barrier
 
-TILE_ROWS = gl.constexpr(16)  # of queries, what a product takes
 _GROUP = gl.constexpr(16)  # parts that are merged at once
 
 
@@ -22,13 +21,13 @@ def axes(layout: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr
 @gluon.jit
 def finish(
     acc, top, total, scale, whole, q_start, q_len, head, run, is_first, T, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
-    SHARES: gl.constexpr, ROWS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, R: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Write the result if it is whole, else leave it as a part; shares one below the other."""
+    """Write the result, acc [HB, R, D], if it is whole, else leave it as a part."""
     _, out, part_acc, part_sums, _, _, o_t, o_h = ends
     layout: gl.constexpr = acc.type.layout
-    h, row, dim = axes(layout, P, R, D)
+    h, row, dim = axes(layout, HB, R, D)
     inside = row < q_len * G
     if whole:
         result = acc / gl.where(total > 0, total, 1.0)[:, :, None]
@@ -37,32 +36,30 @@ def finish(
         at = token.to(gl.int64) * o_t + q_head.to(gl.int64) * o_h + dim
         gl.store(out + at, result.to(out.dtype.element_ty), mask=inside & (token < T))
     else:
-        part = 2 * (run * H + head + h // SHARES) + is_first
-        place = row + h % SHARES * R
-        gl.store(part_acc + (part * ROWS + place) * D + dim, acc, mask=inside)
+        part = 2 * (run * H + head + h) + is_first
+        gl.store(part_acc + (part * ROWS + row) * D + dim, acc, mask=inside)
         sums: gl.constexpr = top.type.layout
         sums_row = gl.arange(0, R, gl.SliceLayout(0, sums))[None, :]
-        share = gl.arange(0, P, gl.SliceLayout(1, sums))[:, None]
-        part = 2 * (run * H + head + share // SHARES) + is_first
-        to = part_sums + part * 2 * ROWS + (sums_row + share % SHARES * R)
+        sums_head = head + gl.arange(0, HB, gl.SliceLayout(1, sums))[:, None]
+        to = part_sums + (2 * (run * H + sums_head) + is_first) * 2 * ROWS + sums_row
         gl.store(to, top * scale, mask=sums_row < q_len * G)
         gl.store(to + ROWS, total, mask=sums_row < q_len * G)
 
 
 @gluon.jit
-def combine(
+def _combine(
     owner, first, n, step, final, q_start, q_len, head, T, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, MT: gl.constexpr,
-    R: gl.constexpr, SHARES: gl.constexpr, ROWS: gl.constexpr, RB: gl.constexpr, BP: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, WARPS: gl.constexpr,
+    ROWS: gl.constexpr, RB: gl.constexpr, BP: gl.constexpr,
 ):  # fmt: skip
-    """Add up n parts of the segment, the first-th and every step-th from it, of SHARES each.
+    """Add up n parts of the segment, the first-th and every step-th from it.
 
     To out if final, else to where the first one was.
     """
     _, out, part_acc, part_sums, _, _, o_t, o_h = ends
     LANES: gl.constexpr = 16 if D == 64 else 32
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 4], [1, 1, 32 // LANES, LANES], [1, HB, MT, 1], [3, 2, 1, 0]
+        [1, 1, 1, 4], [1, 1, 32 // LANES, LANES], [1, HB, WARPS // HB, 1], [3, 2, 1, 0]
     )
     L3: gl.constexpr = gl.SliceLayout(0, L)
     sums: gl.constexpr = gl.SliceLayout(3, L)
@@ -75,14 +72,13 @@ def combine(
         acc = gl.full([HB, RB, D], 0.0, gl.float32, L3)
         top = gl.full([HB, RB], float("-inf"), gl.float32, gl.SliceLayout(0, sums))
         total = gl.full([HB, RB], 0.0, gl.float32, gl.SliceLayout(0, sums))
-        for at in range(0, n * SHARES, BP):
-            j = first + (at + i) // SHARES * step
-            there = (at + i < n * SHARES) & (row < q_len * G)
+        for at in range(0, n, BP):
+            j = first + (at + i) * step
+            there = (at + i < n) & (row < q_len * G)
             part = 2 * ((owner + j) * H + head + h_sums) + (j == 0).to(gl.int32)
-            at_row = row + (at + i) % SHARES * R
-            tops = gl.load(part_sums + part * 2 * ROWS + at_row, mask=there, other=float("-inf"))
-            totals = gl.load(part_sums + part * 2 * ROWS + ROWS + at_row, mask=there, other=0.0)
-            place = gl.expand_dims((part * ROWS + at_row) * D, 3)
+            tops = gl.load(part_sums + part * 2 * ROWS + row, mask=there, other=float("-inf"))
+            totals = gl.load(part_sums + part * 2 * ROWS + ROWS + row, mask=there, other=0.0)
+            place = gl.expand_dims((part * ROWS + row) * D, 3)
             values = gl.load(
                 part_acc + place + gl.expand_dims(dim, 0),
                 mask=gl.expand_dims(there, 3),
@@ -114,10 +110,9 @@ def combine(
             S2: gl.constexpr = gl.SliceLayout(0, sums)
             row2 = begin_row + gl.arange(0, RB, gl.SliceLayout(0, S2))[None, :]
             h2 = gl.arange(0, HB, gl.SliceLayout(1, S2))[:, None]
-            part2 = 2 * ((owner + first) * H + head + h2) + is_first
-            to_sums = part_sums + part2 * 2 * ROWS + row2
-            gl.store(to_sums, top, mask=row2 < q_len * G)
-            gl.store(to_sums + ROWS, total, mask=row2 < q_len * G)
+            to = part_sums + (2 * ((owner + first) * H + head + h2) + is_first) * 2 * ROWS + row2
+            gl.store(to, top, mask=row2 < q_len * G)
+            gl.store(to + ROWS, total, mask=row2 < q_len * G)
 
 
 @gluon.jit
@@ -135,7 +130,7 @@ def _arrive(counter, expected):
 @gluon.jit
 def merge(
     owner, run, q_start, q_len, head, T, pieces, arrivals, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, MT: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, WARPS: gl.constexpr,
     ROWS: gl.constexpr, RB: gl.constexpr, BP: gl.constexpr,
 ):  # fmt: skip
     """Say that the part is there. The last to come merges them, always in the order of the runs.
@@ -154,32 +149,32 @@ def merge(
             place = owner + gl.maximum(first, 1)
             go = _arrive(arrivals + place * H + head, size)
             if go:
-                combine(
+                _combine(
                     owner, first, size, 1, False, q_start, q_len, head, T, ends,
-                    H, G, D, HB, MT, ROWS, 1, ROWS, RB, BP,
+                    H, G, D, HB, WARPS, ROWS, RB, BP,
                 )  # fmt: skip
         n = (parts + _GROUP - 1) // _GROUP
         step = _GROUP
     if go:
         go = _arrive(arrivals + owner * H + head, n)
         if go:
-            combine(
+            _combine(
                 owner, 0, n, step, True, q_start, q_len, head, T, ends,
-                H, G, D, HB, MT, ROWS, 1, ROWS, RB, BP,
+                H, G, D, HB, WARPS, ROWS, RB, BP,
             )  # fmt: skip
 
 
 @gluon.jit
 def zero_rows(
-    out, live, gaps, T, o_t, o_h,
+    first, step, out, live, gaps, T, o_t, o_h,
     HQ: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr, BG: gl.constexpr,
 ):  # fmt: skip
-    """Zero the rows that have no segment, in blocks of BG."""
+    """Zero the rows without a segment, in blocks of BG, the first-th and every step-th after it."""
     LANES: gl.constexpr = D // 8 if D < 256 else 32
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     dim = gl.arange(0, D, gl.SliceLayout(0, L))[None, :]
     nothing = gl.full([BG, D], 0.0, out.dtype.element_ty, L)
-    for block in range(gl.program_id(0), (T + BG - 1) // BG, gl.num_programs(0)):
+    for block in range(first, (T + BG - 1) // BG, step):
         if gl.load(gaps + block) > 0:
             token = block * BG + gl.arange(0, BG, gl.SliceLayout(1, L))
             dead = gl.load(live + token, mask=token < T, other=1) == 0

@@ -1,4 +1,4 @@
-"""The boxes of K and V that the decodes' kernel walks over, and the warp that has them brought."""
+"""The boxes of K and V of short segments, and the warp that has them brought."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -92,7 +92,8 @@ def produce(
     v_desc,
     ring,
     table,
-    H: gl.constexpr,
+    where,
+    early,
     G: gl.constexpr,
     D: gl.constexpr,
     HB: gl.constexpr,
@@ -103,11 +104,16 @@ def produce(
     WINDOWED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    after_earlier_kernels(OVERLAP)
+    """Bring the boxes of a run.
+
+    early: what earlier kernels have written is in place, apart from keys and values of this step's
+    tokens.
+    """
+    if early == 0:
+        after_earlier_kernels(OVERLAP)
     boxes, full, empty = ring
     seq_info, pieces, info_s, info_c, S, _, rows, window = table
-    run = gl.program_id(0) // (H // HB)
-    head = gl.program_id(0) % (H // HB) * HB
+    run, head = where
     seg = gl.load(pieces + run * 8)
     tile = gl.load(pieces + run * 8 + 1)
     left = gl.load(pieces + run * 8 + 2)
@@ -121,7 +127,9 @@ def produce(
             tile, take, q_len, kv_end, rows, window, KEYS, BN, WINDOWED
         )
         for i in range(n):
-            _start, _low, row = box_at(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
+            start, _low, row = box_at(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
+            if start + BN > kv_end - q_len:
+                after_earlier_kernels(OVERLAP)
             _bring(k_desc, boxes, full, empty, count, col, head, row, HB, BN, D, STAGES)
             _bring(v_desc, boxes, full, empty, count + 1, col, head, row, HB, BN, D, STAGES)
             count += 2
