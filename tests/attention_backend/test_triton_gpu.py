@@ -158,6 +158,47 @@ def test_one_graph_serves_any_lengths(where: str, longest: int | None) -> None:
         assert not out[real:].any()
 
 
+@pytest.mark.parametrize("name", ["decodes", "drafts", "a late chunk and decodes"])
+def test_each_layer_reads_what_was_written_right_before(name: str) -> None:
+    """Kernels of a graph overlap; new keys, values and queries in each replay tell if too much."""
+    torch.manual_seed(0)
+    segments = packed(MIXES[name])
+    tokens, longest = sum(q_len for _, q_len, _, _ in segments), max(q for _, q, _, _ in segments)
+    layers = [caches(len(segments) + 1, ROWS) for _ in range(4)]
+    query, key, value = (
+        queries(tokens),
+        *torch.randn(2, len(layers), tokens, HEADS, SIZE, device="cuda", dtype=DTYPE),
+    )
+    outs = [torch.empty_like(query) for _ in layers]
+    tables = StepTables(
+        torch.zeros(len(segments), 4, dtype=torch.int32, device="cuda"),
+        *torch.zeros(2, tokens, dtype=torch.int32, device="cuda"),
+    )
+    fill(tables, segments)
+    kernel = TritonKernel()
+
+    def forward() -> None:
+        step = kernel.prepare(tables, rows=ROWS, window=None, causal=True, max_q_len=longest)
+        for i, layer in enumerate(layers):
+            kernel.write(key[i], value[i], *layer, step)
+            kernel.attend(query, *layer, step, scale=SCALE, out=outs[i])
+
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    for _ in range(8):
+        for tensor in (query, key, value):
+            tensor.normal_()
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        for layer, out in zip(layers, outs, strict=True):
+            expected = sdpa_varlen_reference(query, *layer, tables.seq_info, scale=SCALE)
+            torch.testing.assert_close(out, expected, rtol=0, atol=0.08)
+
+
 def fill(tables: StepTables, segments: Segments) -> None:
     """The tables through the kernel that fills them from a paged batch."""
     block = 1 << 20
