@@ -1,28 +1,22 @@
 """The choice of tiles, warps and stages: one pure function of shapes and the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "Cut",
-    "HopperDecode",
     "HopperShort",
     "HopperTiles",
     "Tiles",
     "choose_hopper",
-    "choose_hopper_decode",
     "choose_hopper_short",
     "choose_tiles",
     "power_of_two",
 ]
 
 HOPPER = (9, 0)  # compute capability
-DECODE_HEADS, DECODE_PROGRAMS = 4, 2
-"""Of the decodes' kernel for Hopper: KV heads of a program, programs of a multiprocessor."""
 SHORT_WORKERS, SHORT_ROWS = 2, 64
-"""Of the other short segments' kernel: workers of a program, which has a multiprocessor to itself,
-and most rows of a segment."""
-MIXED_PROGRAMS = 72
-"""Programs of these that work beside long segments: enough to saturate memory, no more."""
+"""Of the short segments' kernel for Hopper: workers of a program, which has a multiprocessor to
+itself, and most rows of a segment."""
 
 
 def power_of_two(n: int) -> int:
@@ -36,12 +30,10 @@ class Cut:
 
     heads, group: KV heads, query heads of each. short_rows: a segment of at most so many rows
     (queries times group) is short; with at most small_rows it is a decode or nearly one.
-    short_keys: most keys of a tile of short segments; decode_keys, a divisor: those in a step
-    where none has more than small_rows; draft_keys: in a step where some may have. long_rows: rows
-    of a query tile of long segments. runs: among which the key tiles of short segments are shared,
-    at least min_tiles tiles of short_keys each; draft_runs: the same in a step where they may have
-    more than small_rows; mixed_runs: in such a step that has long segments, too. A run has a
-    program for each KV head, or for each block of heads.
+    short_keys: keys of a tile of short segments. long_rows: rows of a query tile of long segments.
+    runs: among which the key tiles of short segments are shared, at least min_tiles each;
+    draft_runs: the same in a step where they may have more than small_rows. A run has a program or
+    a worker for each KV head.
     """
 
     heads: int
@@ -49,26 +41,15 @@ class Cut:
     small_rows: int
     short_rows: int
     short_keys: int
-    decode_keys: int
-    draft_keys: int
     long_rows: int
     runs: int
     draft_runs: int
-    mixed_runs: int
     min_tiles: int
 
     @property
     def most_runs(self) -> int:
         """Runs of any step, for which there must be room."""
         return max(self.runs, self.draft_runs)
-
-    def tile_keys(self, drafts: bool) -> int:
-        """Keys of a tile of short segments in a step with or without drafts."""
-        return self.draft_keys if drafts else self.decode_keys
-
-    def least_tiles(self, drafts: bool) -> int:
-        """Tiles of that size that a run has at least, if there are as many."""
-        return self.min_tiles * self.short_keys // self.tile_keys(drafts)
 
     def has_drafts(self, tokens: int, max_q_len: int | None) -> bool:
         """Whether a step of so many query rows may have segments of more than small_rows."""
@@ -140,35 +121,25 @@ def choose_tiles(
     dims = max(16, power_of_two(head_size))
     wide = dims > 128
     small_rows = max(16, power_of_two(group))
-    runs = max(1, (2 if wide else 3) * processors // heads)
-    min_tiles = 4 if dims >= 128 else 2
-    short_keys = min(128, max(32, 8192 // dims))
-    decode_keys = draft_keys = short_keys
-    draft_runs = mixed_runs = max(1, (1 if wide else 2) * processors // heads)
-    if _streams_short(capability, head_size, small_rows):
-        runs = draft_runs = _short_runs(processors, heads)
-        mixed_runs = min(_short_runs(MIXED_PROGRAMS, heads), draft_runs)
-        decode_keys = draft_keys = 16  # the finer, the more even; what boxes share is in the L2
-    if _streams_decodes(capability, heads, head_size, small_rows):
-        runs = max(1, DECODE_PROGRAMS * processors * DECODE_HEADS // heads)
-        min_tiles = max(1, min_tiles // DECODE_HEADS)
+    keys = min(128, max(32, 8192 // dims))
     cut = Cut(
         heads=heads,
         group=group,
         small_rows=small_rows,
         short_rows=max(64, small_rows),
-        short_keys=short_keys,
-        decode_keys=decode_keys,
-        draft_keys=draft_keys,
+        short_keys=keys,
         long_rows=128,
-        runs=runs,
-        draft_runs=draft_runs,
-        mixed_runs=mixed_runs,
-        min_tiles=min_tiles,
+        runs=max(1, (2 if wide else 3) * processors // heads),
+        draft_runs=max(1, (1 if wide else 2) * processors // heads),
+        min_tiles=4 if dims >= 128 else 2,
     )
+    if _streams(capability, head_size, small_rows):
+        runs = _short_runs(processors, heads)
+        # The finer, the more even; what boxes share comes from the L2 cache.
+        cut = replace(cut, runs=runs, draft_runs=runs, short_keys=16, min_tiles=8)
     if element_size == 4:
         short = ShortTiles(16, 4, 2, None)
-        return Tiles(cut, dims, 16, cut.short_keys, 4, 2, short, short)
+        return Tiles(cut, dims, 16, keys, 4, 2, short, short)
     long_keys = 64 if wide or windowed else 128
     return Tiles(
         cut=cut,
@@ -228,49 +199,8 @@ def choose_hopper(
 
 
 @dataclass(frozen=True)
-class HopperDecode:
-    """Launch parameters of the decodes' kernel for Hopper.
-
-    heads: KV heads of a program, a warp for each. keys: of a box; stages: places for boxes.
-    registers: most of a thread before warps are told apart.
-    """
-
-    heads: int
-    keys: int
-    stages: int
-    registers: int
-
-
-def _streams_decodes(
-    capability: tuple[int, int], heads: int, head_size: int, small_rows: int
-) -> bool:
-    return (
-        capability == HOPPER
-        and heads % DECODE_HEADS == 0
-        and head_size in (64, 128)
-        and small_rows <= 16
-    )
-
-
-def choose_hopper_decode(
-    capability: tuple[int, int], cut: Cut, head_size: int, element_size: int, negate: bool
-) -> HopperDecode | None:
-    """The decodes' kernel for layers of a shape on a device; None: not for these.
-
-    Boxes of 16 KiB, of which each of a multiprocessor's programs has four on their way or in use:
-    at 4.4 TB/s a multiprocessor needs 27 KiB on their way to hide 0.8 us. With 256 numbers a row,
-    query and result do not fit registers.
-    """
-    if element_size != 2 or negate:
-        return None
-    if not _streams_decodes(capability, cut.heads, head_size, cut.small_rows):
-        return None
-    return HopperDecode(heads=DECODE_HEADS, keys=2048 // head_size, stages=4, registers=128)
-
-
-@dataclass(frozen=True)
 class HopperShort:
-    """Launch parameters of the other short segments' kernel for Hopper.
+    """Launch parameters of the short segments' kernel for Hopper.
 
     keys: of a box; stages: a worker's places for boxes.
     """
@@ -279,7 +209,7 @@ class HopperShort:
     stages: int
 
 
-def _streams_short(capability: tuple[int, int], head_size: int, small_rows: int) -> bool:
+def _streams(capability: tuple[int, int], head_size: int, small_rows: int) -> bool:
     return capability == HOPPER and head_size in (64, 128, 256) and small_rows <= SHORT_ROWS
 
 
@@ -292,14 +222,13 @@ def _short_runs(programs: int, heads: int) -> int:
 def choose_hopper_short(
     capability: tuple[int, int], cut: Cut, head_size: int, element_size: int, negate: bool
 ) -> HopperShort | None:
-    """The kernel of short segments that are no decodes, or that the decodes' one does not serve.
+    """The short segments' kernel for layers of a shape on a device; None: not for these.
 
-    None: not for layers of that shape or that device. Boxes of 16 KiB, of which each worker has as
-    many as fit beside a query tile, deep enough to keep memory busy while a segment ends, and for
-    few programs to saturate it.
+    Boxes of 16 KiB, of which each worker has as many as fit beside a query tile: at 4.4 TB/s a
+    multiprocessor needs 27 KiB on their way to hide 0.8 us, and more while a segment ends.
     """
     if element_size != 2 or negate:
         return None
-    if not _streams_short(capability, head_size, cut.small_rows):
+    if not _streams(capability, head_size, cut.small_rows):
         return None
     return HopperShort(keys=8192 // head_size, stages=5 if head_size == 256 else 6)

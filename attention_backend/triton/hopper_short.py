@@ -5,21 +5,18 @@ from typing import Any
 import torch
 
 from .buffers import GAP_ROWS, Buffers
-from .config import SHORT_WORKERS, Cut, HopperShort, power_of_two
+from .config import SHORT_WORKERS, Cut, HopperShort
 from .descriptors import Descriptors
 from .device import OPTIONS, overlap
 from .kernels.hopper import short
 
 __all__ = ["HopperShortLaunch"]
 
-MERGED_NUMBERS, WARPS = 128, 4  # of a thread, of a consumer
+PARTS_AT_ONCE, MERGED_NUMBERS, WARPS = 8, 128, 4  # of a thread, of a thread, of a consumer
 
 
 class HopperShortLaunch:
-    """``attend_short_hopper`` for layers of one shape, dtype and kind of mask.
-
-    drafts: for steps that may have drafts, on the runs cut for those.
-    """
+    """``attend_short_hopper`` for layers of one shape, dtype and kind of mask."""
 
     def __init__(
         self,
@@ -31,23 +28,20 @@ class HopperShortLaunch:
         *,
         windowed: bool,
         causal: bool,
-        drafts: bool,
     ) -> None:
-        self.tiles, self.cut, self.drafts = tiles, cut, drafts
+        self.tiles, self.cut = tiles, cut
         self.descriptors = Descriptors([1, 1, tiles.keys, head_size], dtype, by_head=True)
-        parts = 4 if drafts else 8
-        merged_rows = WARPS * MERGED_NUMBERS * 32 // (parts * head_size)
         self.constants: dict[str, Any] = {
             "H": cut.heads,
             "G": cut.group,
             "D": head_size,
             "BN": tiles.keys,
             "STAGES": tiles.stages,
-            "KEYS": cut.tile_keys(drafts),
+            "KEYS": cut.short_keys,
             "CAUSAL": causal,
             "WINDOWED": windowed,
-            "RB": merged_rows if drafts else min(merged_rows, max(WARPS, power_of_two(cut.group))),
-            "BP": parts,
+            "RB": WARPS * MERGED_NUMBERS * 32 // (PARTS_AT_ONCE * head_size),
+            "BP": PARTS_AT_ONCE,
             "BG": GAP_ROWS,
             "num_warps": WARPS,
             **OPTIONS,
@@ -72,13 +66,12 @@ class HopperShortLaunch:
         described = self.descriptors.of_layer(query, key_cache, value_cache, out)
         if described is None:
             return False
-        runs = self.cut.draft_runs if self.drafts else self.cut.runs
-        short.attend_short_hopper[(runs * self.cut.heads // SHORT_WORKERS,)](
+        short.attend_short_hopper[(self.cut.runs * self.cut.heads // SHORT_WORKERS,)](
             query,
             *described,
             out,
             seq_info,
-            buffers.draft_pieces if self.drafts else buffers.pieces,
+            buffers.pieces,
             buffers.live,
             buffers.gaps,
             buffers.arrivals,

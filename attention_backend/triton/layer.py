@@ -9,7 +9,6 @@ from .buffers import GAP_ROWS, Buffers
 from .config import (
     Tiles,
     choose_hopper,
-    choose_hopper_decode,
     choose_hopper_short,
     choose_tiles,
     power_of_two,
@@ -19,7 +18,6 @@ from .kernels import decode, prefill, schedule, write
 
 if TYPE_CHECKING:
     from .hopper import HopperLaunch
-    from .hopper_decode import HopperDecodeLaunch
     from .hopper_short import HopperShortLaunch
 
 __all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
@@ -59,12 +57,9 @@ def launch_schedule(
         NO_WINDOW if window is None else min(window, NO_WINDOW),
         G=cut.group,
         R=cut.runs,
-        MIN_TILES=cut.least_tiles(False),
-        BN=cut.tile_keys(False),
         DRAFT_R=cut.draft_runs,
-        MIXED_R=cut.mixed_runs,
-        DRAFT_MIN_TILES=cut.least_tiles(True),
-        DRAFT_BN=cut.tile_keys(True),
+        MIN_TILES=cut.min_tiles,
+        BN=cut.short_keys,
         BM_SHORT=cut.short_rows,
         BM_LONG=cut.long_rows,
         BE=GAP_ROWS,
@@ -114,8 +109,7 @@ class LayerLaunch:
     """Attention of layers of one shape, dtype, sign of scale and kind of mask."""
 
     hopper: "HopperLaunch | None" = None
-    hopper_decode: "HopperDecodeLaunch | HopperShortLaunch | None" = None
-    hopper_draft: "HopperShortLaunch | None" = None
+    hopper_short: "HopperShortLaunch | None" = None
 
     def __init__(
         self,
@@ -165,25 +159,8 @@ class LayerLaunch:
         if short_tiles is not None:
             from .hopper_short import HopperShortLaunch
 
-            self.hopper_decode, self.hopper_draft = (
-                HopperShortLaunch(
-                    short_tiles,
-                    cut,
-                    head_size,
-                    dtype,
-                    device,
-                    windowed=windowed,
-                    causal=causal,
-                    drafts=drafts,
-                )
-                for drafts in (False, True)
-            )
-        decode_tiles = choose_hopper_decode(able, cut, head_size, dtype.itemsize, negate)
-        if decode_tiles is not None:
-            from .hopper_decode import HopperDecodeLaunch
-
-            self.hopper_decode = HopperDecodeLaunch(
-                decode_tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal
+            self.hopper_short = HopperShortLaunch(
+                short_tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal
             )
         self._short: dict[str, Any] = {
             **shape,
@@ -213,7 +190,7 @@ class LayerLaunch:
     ) -> None:
         """One or two launches; which and how large depends on sizes that the host knows.
 
-        That of the short segments comes first: its programs leave room, see ``kernels/order.py``.
+        That of the long segments comes last, to run beside the other, see ``kernels/order.py``.
         early: the schedule is not that of the kernel right in front, see there.
         """
         cut, tokens, segments = self.tiles.cut, query.shape[0], buffers.segments
@@ -226,8 +203,8 @@ class LayerLaunch:
         drafts = cut.has_drafts(tokens, max_q_len)
         tensors = (query, key_cache, value_cache, out, seq_info)
         numbers: _Numbers = {"rows": rows, "window": window, "scale": scale}
-        streaming = self.hopper_draft if drafts else self.hopper_decode
-        if streaming is None or not streaming.run(*tensors, buffers, **numbers, early=early):
+        hopper = self.hopper_short
+        if hopper is None or not hopper.run(*tensors, buffers, **numbers, early=early):
             short = self.tiles.draft if drafts else self.tiles.decode
             decode.attend_short[((cut.draft_runs if drafts else cut.runs) * cut.heads,)](
                 *tensors,
@@ -244,7 +221,7 @@ class LayerLaunch:
                 scale,
                 *strides,
                 BM=short.rows,
-                BN=cut.tile_keys(drafts),
+                BN=cut.short_keys,
                 LARGE=drafts and cut.short_rows > short.rows,
                 num_warps=short.warps,
                 num_stages=short.stages,

@@ -141,7 +141,7 @@ def test_attention_compiles_for_hopper(
     for tiles, runs in ((made.tiles.decode, cut.runs), (made.tiles.draft, cut.draft_runs)):
         step = {
             "BM": tiles.rows,
-            "BN": cut.tile_keys(tiles is made.tiles.draft),
+            "BN": cut.short_keys,
             "LARGE": single,
             "OVERLAP": True,
             "num_warps": tiles.warps,
@@ -162,12 +162,7 @@ def test_schedule_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     made = parameters(128, torch.bfloat16, False, monkeypatch)
     cut: Cut = made.tiles.cut
     numbers = {"G": 4, "R": cut.runs, "MIN_TILES": cut.min_tiles, "BN": 64}
-    numbers |= {
-        "DRAFT_R": cut.draft_runs,
-        "MIXED_R": cut.mixed_runs,
-        "DRAFT_MIN_TILES": cut.min_tiles,
-    }
-    numbers |= {"DRAFT_BN": 64}
+    numbers |= {"DRAFT_R": cut.draft_runs}
     blocks = {"BM_SHORT": 64, "BM_LONG": 128, "BE": 32, "BS": 128, "OVERLAP": True}
     options = {"num_warps": 8, "enable_fp_fusion": True}
     compile_for_hopper(schedule.make_schedule, numbers | blocks | options, "bf16")

@@ -213,9 +213,9 @@ def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> Non
     (buffers,) = kernel._buffers.values()
     assert buffers.owner is step
     counts = buffers.pieces.reshape(-1, 8)[:, 2].tolist()
-    tile = buffers.cut.decode_keys
+    tile = buffers.cut.short_keys
     total = -(-keys // tile) + -(-70 // tile)
-    least = buffers.cut.least_tiles(False)
+    least = buffers.cut.min_tiles
     used = min(buffers.cut.runs, -(-total // least))
     assert sum(counts) == total and not any(counts[used:])
     assert max(counts[:used]) - min(counts[:used]) <= 1
@@ -226,7 +226,7 @@ def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> Non
 def test_segments_of_equal_lengths_are_cut_as_little_as_can_be(
     count: int, runs: int, used: int
 ) -> None:
-    cut = replace(choose_tiles(2, 4, 64, 2, 8).cut, decode_keys=16, runs=runs, min_tiles=1)
+    cut = replace(choose_tiles(2, 4, 64, 2, 8).cut, short_keys=16, runs=runs, min_tiles=1)
     info = torch.tensor([(i, 1, i, 640) for i in range(count)], dtype=torch.int32, device=DEVICE)
     buffers = Buffers(cut, 64, count, count, DEVICE)
     layer.launch_schedule(buffers, info, count, None)
@@ -239,29 +239,14 @@ def test_segments_of_equal_lengths_are_cut_as_little_as_can_be(
         assert parts == ([] if count >= used else [used // count] * count)
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_short_segments_take_fewer_runs_beside_long_ones(long: bool) -> None:
-    cut = choose_tiles(2, 4, 64, 2, 8).cut
-    cut = replace(cut, draft_keys=16, draft_runs=8, mixed_runs=3, min_tiles=1)
-    lengths = [(0, 1, 1, 700), (1, 5, 2, 400), (6, 200 if long else 3, 3, 200), (0, 90, 0, 0)]
-    info = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    buffers = Buffers(cut, 64, 210, len(info), DEVICE)
-    layer.launch_schedule(buffers, info, len(info), None)
-    counts = buffers.draft_pieces.reshape(-1, 8)[:, 2].tolist()
-    used = cut.mixed_runs if long else cut.draft_runs
-    assert sum(counts) == 44 + 25 + (0 if long else 13) and not any(counts[used:])
-    assert max(counts[:used]) - min(counts[:used]) <= 1
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="the launch of what the device has is tested there")
-@pytest.mark.parametrize("runs, mixed_runs", [(7, 2), (40, 1)])
+@pytest.mark.parametrize("runs", [1, 7, 40])
 def test_the_plain_kernels_serve_a_cut_for_others(
-    runs: int, mixed_runs: int, monkeypatch: pytest.MonkeyPatch
+    runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choose(*shape: Any, **device: Any) -> Any:
         tiles = choose_tiles(*shape, **device)
-        fine = {"draft_keys": 16, "decode_keys": 16, "draft_runs": runs, "mixed_runs": mixed_runs}
-        return replace(tiles, cut=replace(tiles.cut, **fine))
+        return replace(tiles, cut=replace(tiles.cut, short_keys=16, draft_runs=runs))
 
     monkeypatch.setattr(layer, "choose_tiles", choose)
     check(MIXED, DEVICE)

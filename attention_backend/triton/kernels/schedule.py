@@ -25,7 +25,6 @@ def _cut(
     window,
     G: tl.constexpr,
     R: tl.constexpr,
-    MIXED_R: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -34,27 +33,23 @@ def _cut(
 ):
     """Cut the key tiles of all short segments, one after the other, in R equal runs or fewer.
 
-    In no more than MIXED_R, if there are long segments. A few less if each then has as many
-    segments as the others, or each segment as many runs: of equal lengths, none or few are cut.
+    A few less, if each then has as many segments as the others or each segment as many runs: of
+    equal lengths, none or few are cut.
+
     Less than 2 ** 31 tiles; products with a run's number may be more.
     """
     total = tl.full([], 0, tl.int32)
     segments = tl.full([], 0, tl.int32)
-    longest = tl.full([], 0, tl.int32)
     for at in range(0, S, BS):
         seg = at + tl.arange(0, BS)
         q_len, kv_end = _lengths(seq_info, info_s, info_c, seg, seg < S)
         n = short_tiles(q_len, kv_end, window, G, BM, BN)
         total += tl.sum(n, 0)
         segments += tl.sum((n > 0).to(tl.int32), 0)
-        longest = tl.maximum(longest, tl.max(tl.where(kv_end > 0, q_len, 0), 0))
-    most = tl.where(longest * G > BM, MIXED_R, R)
     segments = tl.maximum(segments, 1)
-    of_each = (segments + most - 1) // most
-    fewer = tl.where(
-        segments > most, (segments + of_each - 1) // of_each, most // segments * segments
-    )
-    most = tl.where(fewer * 8 >= most * 7, fewer, most)
+    of_each = (segments + R - 1) // R
+    fewer = tl.where(segments > R, (segments + of_each - 1) // of_each, R // segments * segments)
+    most = tl.where(fewer * 8 >= R * 7, fewer, R)
     runs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, most)
     divisor = tl.maximum(runs, 1)
 
@@ -169,12 +164,9 @@ def make_schedule(
     window,
     G: tl.constexpr,
     R: tl.constexpr,
+    DRAFT_R: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BN: tl.constexpr,
-    DRAFT_R: tl.constexpr,
-    MIXED_R: tl.constexpr,
-    DRAFT_MIN_TILES: tl.constexpr,
-    DRAFT_BN: tl.constexpr,
     BM_SHORT: tl.constexpr,
     BM_LONG: tl.constexpr,
     BE: tl.constexpr,
@@ -201,12 +193,12 @@ def make_schedule(
     if pid < cut_programs:
         _cut(
             pid, seq_info, info_s, info_c, pieces, S, window,
-            G, R, R, MIN_TILES, BM_SHORT, BN, BE, BS,
+            G, R, MIN_TILES, BM_SHORT, BN, BE, BS,
         )  # fmt: skip
     elif pid < before_tiles:
         _cut(
             pid - cut_programs, seq_info, info_s, info_c, draft_pieces, S, window,
-            G, DRAFT_R, MIXED_R, DRAFT_MIN_TILES, BM_SHORT, DRAFT_BN, BE, BS,
+            G, DRAFT_R, MIN_TILES, BM_SHORT, BN, BE, BS,
         )  # fmt: skip
     elif pid < before_tiles + tile_programs:
         _list_tiles(

@@ -76,13 +76,13 @@ def box_at(i, begin, turn, end, zero, n_old, rows, BN: gl.constexpr, WINDOWED: g
 @gluon.jit
 def _bring(
     desc, boxes, full, empty, count, col, head, row,
-    HB: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Bring the count-th box of all when its place is free."""
     stage = count % STAGES
     phase = (count // STAGES) & 1
     mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), HB * BN * D * 2)
+    mbarrier.expect(full.index(stage), BN * D * 2)
     _copy(desc, [col, head, row, 0], full.index(stage), boxes.index(stage))
 
 
@@ -96,7 +96,6 @@ def produce(
     early,
     G: gl.constexpr,
     D: gl.constexpr,
-    HB: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
@@ -130,8 +129,8 @@ def produce(
             start, _low, row = box_at(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
             if start + BN > kv_end - q_len:
                 after_earlier_kernels(OVERLAP)
-            _bring(k_desc, boxes, full, empty, count, col, head, row, HB, BN, D, STAGES)
-            _bring(v_desc, boxes, full, empty, count + 1, col, head, row, HB, BN, D, STAGES)
+            _bring(k_desc, boxes, full, empty, count, col, head, row, BN, D, STAGES)
+            _bring(v_desc, boxes, full, empty, count + 1, col, head, row, BN, D, STAGES)
             count += 2
         left = gl.where(n_tiles > 0, left - take, 0)
         tile = tile * 0

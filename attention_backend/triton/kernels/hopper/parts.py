@@ -4,52 +4,42 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 # Triton renamed it after 3.6.
-all_here = getattr(gl, "barrier", None) or gl.thread_barrier
+_all_here = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _GROUP = gl.constexpr(16)  # parts that are merged at once
 
 
 @gluon.jit
-def axes(layout: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
-    """The three indices of a tensor [A, B, C]."""
-    a = gl.arange(0, A, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None][:, :, None]
-    b = gl.arange(0, B, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :][:, :, None]
-    c = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, :][:, None, :]
-    return a, b, c
-
-
-@gluon.jit
 def finish(
     acc, top, total, scale, whole, q_start, q_len, head, run, is_first, T, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, R: gl.constexpr,
-    ROWS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Write the result, acc [HB, R, D], if it is whole, else leave it as a part."""
+    """Write the result, acc [ROWS, D], if it is whole, else leave it as a part."""
     _, out, part_acc, part_sums, _, _, o_t, o_h = ends
     layout: gl.constexpr = acc.type.layout
-    h, row, dim = axes(layout, HB, R, D)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    dim = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
     inside = row < q_len * G
     if whole:
-        result = acc / gl.where(total > 0, total, 1.0)[:, :, None]
+        result = acc / gl.where(total > 0, total, 1.0)[:, None]
         token = q_start + row // G
-        q_head = (head + h) * G + row % G
-        at = token.to(gl.int64) * o_t + q_head.to(gl.int64) * o_h + dim
-        gl.store(out + at, result.to(out.dtype.element_ty), mask=inside & (token < T))
+        q_head = head * G + row % G
+        at = token.to(gl.int64) * o_t + q_head.to(gl.int64) * o_h
+        inside = inside & (token < T)
+        gl.store(out + at[:, None] + dim, result.to(out.dtype.element_ty), mask=inside[:, None])
     else:
-        part = 2 * (run * H + head + h) + is_first
-        gl.store(part_acc + (part * ROWS + row) * D + dim, acc, mask=inside)
-        sums: gl.constexpr = top.type.layout
-        sums_row = gl.arange(0, R, gl.SliceLayout(0, sums))[None, :]
-        sums_head = head + gl.arange(0, HB, gl.SliceLayout(1, sums))[:, None]
-        to = part_sums + (2 * (run * H + sums_head) + is_first) * 2 * ROWS + sums_row
-        gl.store(to, top * scale, mask=sums_row < q_len * G)
-        gl.store(to + ROWS, total, mask=sums_row < q_len * G)
+        part = 2 * (run * H + head) + is_first
+        to = part_acc + ((part * ROWS + row) * D)[:, None] + dim
+        gl.store(to, acc, mask=inside[:, None])
+        to = part_sums + part * 2 * ROWS + row
+        gl.store(to, top * scale, mask=inside)
+        gl.store(to + ROWS, total, mask=inside)
 
 
 @gluon.jit
 def _combine(
     owner, first, n, step, final, q_start, q_len, head, T, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, WARPS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr,
     ROWS: gl.constexpr, RB: gl.constexpr, BP: gl.constexpr,
 ):  # fmt: skip
     """Add up n parts of the segment, the first-th and every step-th from it.
@@ -58,69 +48,67 @@ def _combine(
     """
     _, out, part_acc, part_sums, _, _, o_t, o_h = ends
     LANES: gl.constexpr = 16 if D == 64 else 32
-    L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 4], [1, 1, 32 // LANES, LANES], [1, HB, WARPS // HB, 1], [3, 2, 1, 0]
-    )
-    L3: gl.constexpr = gl.SliceLayout(0, L)
-    sums: gl.constexpr = gl.SliceLayout(3, L)
-    i = gl.arange(0, BP, gl.SliceLayout(1, gl.SliceLayout(2, sums)))[:, None][:, :, None]
-    h, r, dim = axes(L3, HB, RB, D)
-    r_sums = gl.arange(0, RB, gl.SliceLayout(0, gl.SliceLayout(1, sums)))[None, :][:, None, :]
-    h_sums = gl.arange(0, HB, gl.SliceLayout(0, gl.SliceLayout(2, sums)))[None, :][:, :, None]
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
+    L2: gl.constexpr = gl.SliceLayout(0, L)
+    sums: gl.constexpr = gl.SliceLayout(2, L)
+    rows_of: gl.constexpr = gl.SliceLayout(0, sums)
+    i = gl.arange(0, BP, gl.SliceLayout(1, sums))[:, None]
+    row_in = gl.arange(0, RB, rows_of)
+    dim = gl.arange(0, D, gl.SliceLayout(0, L2))[None, :]
     for begin_row in range(0, q_len * G, RB):
-        row = begin_row + r_sums
-        acc = gl.full([HB, RB, D], 0.0, gl.float32, L3)
-        top = gl.full([HB, RB], float("-inf"), gl.float32, gl.SliceLayout(0, sums))
-        total = gl.full([HB, RB], 0.0, gl.float32, gl.SliceLayout(0, sums))
+        row = begin_row + row_in
+        inside = row < q_len * G
+        acc = gl.full([RB, D], 0.0, gl.float32, L2)
+        top = gl.full([RB], float("-inf"), gl.float32, rows_of)
+        total = gl.full([RB], 0.0, gl.float32, rows_of)
         for at in range(0, n, BP):
             j = first + (at + i) * step
-            there = (at + i < n) & (row < q_len * G)
-            part = 2 * ((owner + j) * H + head + h_sums) + (j == 0).to(gl.int32)
-            tops = gl.load(part_sums + part * 2 * ROWS + row, mask=there, other=float("-inf"))
-            totals = gl.load(part_sums + part * 2 * ROWS + ROWS + row, mask=there, other=0.0)
-            place = gl.expand_dims((part * ROWS + row) * D, 3)
+            there = (at + i < n) & inside[None, :]
+            part = 2 * ((owner + j) * H + head) + (j == 0).to(gl.int32)
+            from_sums = part_sums + part * 2 * ROWS + row[None, :]
+            tops = gl.load(from_sums, mask=there, other=float("-inf"))
+            totals = gl.load(from_sums + ROWS, mask=there, other=0.0)
+            place = gl.expand_dims((part * ROWS + row[None, :]) * D, 2)
             values = gl.load(
                 part_acc + place + gl.expand_dims(dim, 0),
-                mask=gl.expand_dims(there, 3),
+                mask=gl.expand_dims(there, 2),
                 other=0.0,
             )
             new = gl.maximum(top, gl.max(tops, 0))
             base = gl.where(new == float("-inf"), 0.0, new)
-            weights = gl.exp2(tops - gl.expand_dims(base, 0))
+            weights = gl.exp2(tops - base[None, :])
             fade = gl.exp2(top - base)
             total = total * fade + gl.sum(weights * totals, 0)
-            fade = gl.convert_layout(fade, gl.SliceLayout(2, L3))
-            acc = acc * gl.expand_dims(fade, 2) + gl.sum(gl.expand_dims(weights, 3) * values, 0)
+            fade = gl.convert_layout(fade, gl.SliceLayout(1, L2))
+            acc = acc * fade[:, None] + gl.sum(gl.expand_dims(weights, 2) * values, 0)
             top = new
-        row = begin_row + r
-        inside = row < q_len * G
+        row2 = begin_row + gl.arange(0, RB, gl.SliceLayout(1, L2))
+        inside2 = row2 < q_len * G
         if final:
             all_of = gl.where(total > 0, total, 1.0)
-            all_of = gl.convert_layout(all_of, gl.SliceLayout(2, L3))
-            token = q_start + row // G
-            q_head = (head + h) * G + row % G
-            to = token.to(gl.int64) * o_t + q_head.to(gl.int64) * o_h + dim
-            result = acc / gl.expand_dims(all_of, 2)
-            gl.store(out + to, result.to(out.dtype.element_ty), mask=inside & (token < T))
+            all_of = gl.convert_layout(all_of, gl.SliceLayout(1, L2))
+            token = q_start + row2 // G
+            q_head = head * G + row2 % G
+            to = token.to(gl.int64) * o_t + q_head.to(gl.int64) * o_h
+            inside2 = inside2 & (token < T)
+            result = (acc / all_of[:, None]).to(out.dtype.element_ty)
+            gl.store(out + to[:, None] + dim, result, mask=inside2[:, None])
         else:
-            all_here()  # all have read what is written over
-            is_first = (first == 0).to(gl.int32)
-            part = 2 * ((owner + first) * H + head + h) + is_first
-            gl.store(part_acc + (part * ROWS + row) * D + dim, acc, mask=inside)
-            S2: gl.constexpr = gl.SliceLayout(0, sums)
-            row2 = begin_row + gl.arange(0, RB, gl.SliceLayout(0, S2))[None, :]
-            h2 = gl.arange(0, HB, gl.SliceLayout(1, S2))[:, None]
-            to = part_sums + (2 * ((owner + first) * H + head + h2) + is_first) * 2 * ROWS + row2
-            gl.store(to, top, mask=row2 < q_len * G)
-            gl.store(to + ROWS, total, mask=row2 < q_len * G)
+            _all_here()  # all have read what is written over
+            part_of_all = 2 * ((owner + first) * H + head) + (first == 0).to(gl.int32)
+            to = part_acc + ((part_of_all * ROWS + row2) * D)[:, None] + dim
+            gl.store(to, acc, mask=inside2[:, None])
+            to_sums = part_sums + part_of_all * 2 * ROWS + row
+            gl.store(to_sums, top, mask=inside)
+            gl.store(to_sums + ROWS, total, mask=inside)
 
 
 @gluon.jit
 def _arrive(counter, expected):
     """Whether this program is the last of the expected ones; the count is zero again then."""
-    all_here()  # all of the part is stored before its arrival is told
+    _all_here()  # all of the part is stored before its arrival is told
     before = gl.atomic_add(counter, 1, sem="acq_rel")
-    all_here()
+    _all_here()
     last = before == expected - 1
     if last:
         gl.store(counter, 0)
@@ -130,7 +118,7 @@ def _arrive(counter, expected):
 @gluon.jit
 def merge(
     owner, run, q_start, q_len, head, T, pieces, arrivals, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HB: gl.constexpr, WARPS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr,
     ROWS: gl.constexpr, RB: gl.constexpr, BP: gl.constexpr,
 ):  # fmt: skip
     """Say that the part is there. The last to come merges them, always in the order of the runs.
@@ -151,7 +139,7 @@ def merge(
             if go:
                 _combine(
                     owner, first, size, 1, False, q_start, q_len, head, T, ends,
-                    H, G, D, HB, WARPS, ROWS, RB, BP,
+                    H, G, D, WARPS, ROWS, RB, BP,
                 )  # fmt: skip
         n = (parts + _GROUP - 1) // _GROUP
         step = _GROUP
@@ -160,7 +148,7 @@ def merge(
         if go:
             _combine(
                 owner, 0, n, step, True, q_start, q_len, head, T, ends,
-                H, G, D, HB, WARPS, ROWS, RB, BP,
+                H, G, D, WARPS, ROWS, RB, BP,
             )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Attention of short segments on Hopper, whatever their rows and heads, in the tensor cores' tiles.
+"""Attention of short segments on Hopper: producers stream K and V, consumers keep up.
 
 A worker (run, KV head) walks the run's segments, as in ``kernels/decode.py``: a warp, the producer,
 lets the copy engine bring boxes of BN keys into a ring in shared memory, K and V in turn, far ahead
@@ -6,7 +6,11 @@ of the use; a warpgroup, the consumer, multiplies tiles of 64 rows by them. A pr
 workers, with nothing in common but a multiprocessor, so that one's softmax runs while the other's
 products do.
 
-What boxes hold besides new keys is as in ``attend_decodes_hopper``.
+Rows of a column beyond its last key may be no memory at all, so the last box of a section of keys
+ends where the section does, on top of the one before or, below row 0, on rows that the copy engine
+fills with zeros. Keys of a ring that has wrapped are two sections, one up to the ring's last row
+and one from its row 0. What a box then holds besides new keys is masked, and with a window cleared
+in V, since 0 * NaN is NaN.
 """
 
 from triton.experimental import gluon
@@ -95,9 +99,9 @@ def attend_short_hopper(
             (consume, (q_1, ring_1, table, ends, counts, where_1, scale, early,
                         H, G, D, BN, STAGES, KEYS, CAUSAL, WINDOWED, RB, BP, BG, OVERLAP)),
             (produce, (k_desc, v_desc, ring_0, table, where_0, early,
-                        G, D, 1, BN, STAGES, TILE_ROWS, KEYS, WINDOWED, OVERLAP)),
+                        G, D, BN, STAGES, TILE_ROWS, KEYS, WINDOWED, OVERLAP)),
             (produce, (k_desc, v_desc, ring_1, table, where_1, early,
-                        G, D, 1, BN, STAGES, TILE_ROWS, KEYS, WINDOWED, OVERLAP)),
+                        G, D, BN, STAGES, TILE_ROWS, KEYS, WINDOWED, OVERLAP)),
         ],
         [4, 1, 1],
         [240, 24, 24],

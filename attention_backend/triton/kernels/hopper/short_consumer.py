@@ -127,19 +127,17 @@ def consume(
 
         whole = take == n_tiles
         is_first = (tile == 0).to(gl.int32)
-        result = acc.reshape([1, TILE_ROWS, D])
-        rows_of: gl.constexpr = gl.SliceLayout(2, result.type.layout)
-        top = gl.convert_layout(top.reshape([1, TILE_ROWS]), rows_of)
-        total = gl.convert_layout(total.reshape([1, TILE_ROWS]), rows_of)
+        top = gl.convert_layout(top, o_rows)
+        total = gl.convert_layout(total, o_rows)
         finish(
-            result, top, total, scale, whole, q_start, q_len, head, run, is_first, T, ends,
-            H, G, D, 1, TILE_ROWS, TILE_ROWS,
+            acc, top, total, scale, whole, q_start, q_len, head, run, is_first, T, ends,
+            H, G, D, TILE_ROWS,
         )  # fmt: skip
         if not whole:
             owner = gl.where(tile == 0, run, owner)
             merge(
                 owner, run, q_start, q_len, head, T, pieces, arrivals, ends,
-                H, G, D, 1, _WARPS, TILE_ROWS, RB, BP,
+                H, G, D, _WARPS, TILE_ROWS, RB, BP,
             )  # fmt: skip
         left = gl.where(n_tiles > 0, left - take, 0)
         tile = tile * 0
