@@ -512,28 +512,6 @@ def test_obtainable_pages_follow_limit_and_device() -> None:
         assert store.obtainable_pages() == 30
 
 
-def test_a_clone_copies_in_the_order_of_the_stream(driver: FakeDriver) -> None:
-    with made(driver) as store:
-        store.prepare_write(1, 0, pages(3))
-        driver.advance()
-        kernel_view = store.layer_view("a")[: pages(3), 1]
-        driver.launch(kernel_view, lambda: kernel_view.fill_(4.0))
-        store.clone(1, 2, pages(3) - 2)
-        store.release(1)
-        assert driver.queued == ["kernel", "zero", "copy"]
-        driver.advance()
-        assert bool((store.layer_view("a")[: pages(3) - 2, 2] == 4).all())
-
-
-def test_a_clone_without_memory_leaves_its_column_empty(driver: FakeDriver) -> None:
-    with made(driver, one_group(budget_pages=10)) as store:
-        store.prepare_write(1, 0, pages(5))
-        with pytest.raises(StoreFullError):
-            store.clone(1, 2, pages(5))
-        assert store.committed_pages == 6
-        store.clone(1, 2, pages(3))
-
-
 # --- ahead of need
 
 
