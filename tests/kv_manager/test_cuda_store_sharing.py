@@ -359,17 +359,19 @@ def test_a_copy_that_the_driver_refuses_leaves_the_page_shared(
 ) -> None:
     """The window's mapping, then the column's: each of their calls fails once."""
 
-    def refuse(address: int, nbytes: int, *rest: object) -> None:
+    left, real = 0, getattr(driver, call)
+
+    def refuse(*arguments: object) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             raise StoreError("no page tables")
-        real(address, nbytes, *rest)
+        real(*arguments)
 
     with made(driver) as store:
         fill(store, driver, 1, 0, pages(4), 4)
         store.clone(1, 2, pages(4))
-        left, real = failing, getattr(driver, call)
+        left = failing
         setattr(driver, call, refuse)
         refused = False
         try:

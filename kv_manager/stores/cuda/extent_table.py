@@ -247,9 +247,7 @@ class ExtentTable:
                 yield extent, extent.pages - max(0, *used)
             at += piece.pages
 
-    def _shared(
-        self, col: int, piece: Piece, after: dict[Extent, Holders] | None = None
-    ) -> int:
+    def _shared(self, col: int, piece: Piece, after: dict[Extent, Holders] | None = None) -> int:
         """How many of a piece's leading pages are in another live column too."""
         holders = piece.extent.holders
         if after is not None:
