@@ -1,52 +1,16 @@
 """Which extents back which pages of which column; those in several columns are counted once.
 
-Pure bookkeeping of one region. A column is a list of pieces from its first page on: live ones
-first, then idle ones. An extent is at the same page in every column that has it.
+Pure bookkeeping of one region. An extent is at the same page in every column that has it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from .extents import Extent
-from .pieces import Piece
+from .pieces import Cut, Piece, Pieces
 
-__all__ = ["Cut", "ExtentTable"]
+__all__ = ["ExtentTable"]
 
 Holders = dict[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A piece of which all but the first ``keep`` pages become private.
-
-    ``index``: of the piece in its column. ``first``: the page of the column at which it begins.
-    """
-
-    index: int
-    first: int
-    piece: Piece
-    keep: int
-
-    @property
-    def copies(self) -> int:
-        """Pages that are needed."""
-        return self.piece.pages - self.keep
-
-
-@dataclass(slots=True)
-class _Column:
-    """``live`` pieces, the rest idle.
-
-    shared_end: live pages from here on are in no other column, and zero where no row is.
-    stale: live pages of one piece that may hold given-up rows, since they were shared then.
-    """
-
-    pieces: list[Piece] = field(default_factory=list)
-    live: int = 0
-    live_pages: int = 0
-    idle_pages: int = 0
-    shared_end: int = 0
-    stale: tuple[int, int] | None = None
 
 
 class ExtentTable:
@@ -57,7 +21,7 @@ class ExtentTable:
     """
 
     def __init__(self, cols: int) -> None:
-        self.columns = [_Column() for _ in range(cols)]
+        self.columns = [Pieces() for _ in range(cols)]
         self.committed = 0
         self.idle = 0
 

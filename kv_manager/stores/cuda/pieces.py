@@ -1,13 +1,13 @@
-"""The leading part of an extent, as it is mapped in a column."""
+"""What is mapped in a column: leading parts of extents."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...errors import StoreError, StoreFullError
 from .driver import Driver
 from .extents import Extent
 
-__all__ = ["Piece", "map_pieces", "whole"]
+__all__ = ["Cut", "Piece", "Pieces", "map_pieces", "whole"]
 
 
 @dataclass(eq=False, slots=True)
@@ -16,6 +16,40 @@ class Piece:
 
     extent: Extent
     pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A piece of which all but the first ``keep`` pages become private.
+
+    ``index``: of the piece in its column. ``first``: the page of the column at which it begins.
+    """
+
+    index: int
+    first: int
+    piece: Piece
+    keep: int
+
+    @property
+    def copies(self) -> int:
+        """Pages that are needed."""
+        return self.piece.pages - self.keep
+
+
+@dataclass(slots=True)
+class Pieces:
+    """Those of a column, from its first page on: ``live`` ones, then idle ones.
+
+    shared_end: live pages from here on are in no other column, and zero where no row is.
+    stale: live pages of one piece that may hold given-up rows, since they were shared then.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    live: int = 0
+    live_pages: int = 0
+    idle_pages: int = 0
+    shared_end: int = 0
+    stale: tuple[int, int] | None = None
 
 
 def whole(extents: Sequence[Extent]) -> list[Piece]:

@@ -1,16 +1,16 @@
 """One region of the cuda-vmm store: reserved addresses, and which extents are mapped there."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 
 from ...errors import StoreError
 from ...geometry import RegionGeometry
+from .addresses import Addresses
 from .driver import Driver
-from .extent_table import Cut, ExtentTable
+from .extent_table import ExtentTable
 from .extents import Extent, ExtentPool
-from .pieces import Piece, map_pieces, whole
+from .pieces import Cut, Piece, whole
 from .window import Window
 
 __all__ = ["CudaRegion", "Write"]
@@ -24,40 +24,36 @@ class CudaRegion:
 
     Live pieces come first, then idle ones: pages of a former life (or beyond a rewind) that wait
     until the device is done with them, and that can become live again where they are.
-    The addresses stay reserved until the last tensor over them is gone.
     """
 
     def __init__(
         self, geometry: RegionGeometry, driver: Driver, pool: ExtentPool, window: Window
     ) -> None:
         self.geometry = geometry
-        self.mapped_pages = self.unmapped_pages = self.reused_pages = 0  # counted each time
+        self.reused_pages = 0  # counted each time
         self._table = ExtentTable(geometry.cols)
-        self._driver = driver
+        self._addresses = Addresses(geometry, driver)
         self._pool = pool
         self._window = window
         self._loose: set[int] = set()  # columns with extents that they may not need whole
-        self._flat: torch.Tensor | None = None
-        self._base = driver.reserve(geometry.nbytes, geometry.page_size)
-        self._free = partial(driver.free, self._base, geometry.nbytes)
 
     def open(self) -> None:
         """Make the tensor; the region's first page must be mapped."""
-        flat = self._driver.tensor(self._base, self.geometry.nbytes, self._free)
-        dtype: torch.dtype = getattr(torch, self.geometry.dtype)
-        with torch.inference_mode(False):  # so that views can be written in and out of that mode
-            self._flat = flat.view(dtype)
+        self._addresses.open()
 
     def view(self, layer: str) -> torch.Tensor:
         """[rows, cols, 2, H, D] of a layer."""
-        assert self._flat is not None
-        geometry = self.geometry
-        with torch.inference_mode(False):
-            return self._flat.as_strided(
-                geometry.shape, geometry.strides, geometry.layer_offset(layer)
-            )
+        return self._addresses.view(layer)
 
     # --- what is where
+
+    @property
+    def mapped_pages(self) -> int:
+        return self._addresses.mapped_pages
+
+    @property
+    def unmapped_pages(self) -> int:
+        return self._addresses.unmapped_pages
 
     @property
     def committed(self) -> int:
@@ -131,12 +127,12 @@ class CudaRegion:
         """
         first, pieces = self.live_pages(col), whole(extents)
         try:
-            self._map(col, first, pieces)
+            self._addresses.map(col, first, pieces)
         except StoreError:
             self._pool.give(extents)
             raise
         self._table.append(col, pieces)
-        self._zero(col, first, self.live_pages(col), stream)
+        self._addresses.zero(col, first, self.live_pages(col), stream)
 
     # --- sharing
 
@@ -152,7 +148,7 @@ class CudaRegion:
 
     def share(self, src: int, dst: int, leads: Sequence[Piece]) -> None:
         """Map the leads of ``src`` in the empty ``dst`` too, which must have no idle pieces."""
-        self._map(dst, 0, leads)
+        self._addresses.map(dst, 0, leads)
         self._table.share(src, dst, leads)
         if leads[-1].pages < leads[-1].extent.pages:
             self._loose.add(dst)
@@ -160,10 +156,7 @@ class CudaRegion:
     def copy(self, src: int, dst: int, n_rows: int, stream: int) -> None:
         """Copy the pages that hold the first rows of ``src``, but for those that are shared."""
         first, last = self.shared_end(dst), self.geometry.pages_of_rows(n_rows)
-        if first < last:
-            nbytes = (last - first) * self.geometry.page_size
-            to, source = self._address(dst, first), self._address(src, first)
-            self._driver.copy(to, source, nbytes, stream)
+        self._addresses.copy(src, dst, first, last, stream)
 
     def privatize(self, col: int, write: Write, stream: int) -> None:
         """Exchange the shared pages that are to be written for copies.
@@ -176,7 +169,7 @@ class CudaRegion:
             self._cut(col, cut, write[2], stream)
         stale = self._table.take_stale(col)
         if stale:
-            self._zero(col, *stale, stream)
+            self._addresses.zero(col, *stale, stream)
 
     # --- the way back
 
@@ -189,7 +182,7 @@ class CudaRegion:
         geometry = self.geometry
         kept, pages = geometry.pages_of_rows(length), geometry.pages_of(col, length)
         for first, last in self._table.retire(col, kept, pages):
-            self._zero(col, first, last, stream)
+            self._addresses.zero(col, first, last, stream)
         if length:
             self._loose.add(col)
         else:
@@ -203,7 +196,7 @@ class CudaRegion:
         pieces = self._table.last_idle(col, most)
         if pieces:
             pages = sum(piece.pages for piece in pieces)
-            self._unmap(col, self.live_pages(col) + self.idle_pages(col) - pages, pages)
+            self._addresses.unmap(col, self.live_pages(col) + self.idle_pages(col) - pages, pages)
             self._pool.give(self._table.drop_idle(col, len(pieces)))
 
     def close(self) -> None:
@@ -212,9 +205,7 @@ class CudaRegion:
             self._table.retire(col, 0, 0)
             self.unmap_idle(col)
         self._loose.clear()
-        if self._flat is None:  # no tensor was ever made
-            self._free()
-        self._flat = None
+        self._addresses.close()
 
     def _written(self, write: Write) -> tuple[int, int]:
         """Pages [first, last) of a column that a write changes; of a ring that wraps, all."""
@@ -232,7 +223,7 @@ class CudaRegion:
         pieces, first = whole(extents), cut.first + cut.keep
         copied = min(max(0, self.geometry.pages_of_rows(known) - first), cut.copies)
         try:
-            self._window.fill(pieces, self._address(col, first), copied, stream)
+            self._window.fill(pieces, self._addresses.of(col, first), copied, stream)
             self._exchange(col, cut, pieces)
         except StoreError:
             self._pool.give(extents)
@@ -243,31 +234,14 @@ class CudaRegion:
 
     def _exchange(self, col: int, cut: Cut, pieces: list[Piece]) -> None:
         """Map what a cut keeps and new pieces where its piece was, or leave that as it was."""
-        self._unmap(col, cut.first, cut.piece.pages)
+        self._addresses.unmap(col, cut.first, cut.piece.pages)
         kept = [Piece(cut.piece.extent, cut.keep)] if cut.keep else []
         try:
-            self._map(col, cut.first, [*kept, *pieces])
+            self._addresses.map(col, cut.first, [*kept, *pieces])
         except StoreError:
-            self._map(col, cut.first, [cut.piece])
+            self._addresses.map(col, cut.first, [cut.piece])
             raise
 
     def _reused(self, col: int, first: int, stream: int) -> None:
         self.reused_pages += self.live_pages(col) - first
-        self._zero(col, first, self.live_pages(col), stream)
-
-    def _zero(self, col: int, first: int, last: int, stream: int) -> None:
-        """Zero the column's pages [first, last)."""
-        if first < last:
-            nbytes = (last - first) * self.geometry.page_size
-            self._driver.zero(self._address(col, first), nbytes, stream)
-
-    def _map(self, col: int, first: int, pieces: Sequence[Piece]) -> None:
-        map_pieces(self._driver, self._address(col, first), pieces, self.geometry.page_size)
-        self.mapped_pages += sum(piece.pages for piece in pieces)
-
-    def _unmap(self, col: int, first: int, pages: int) -> None:
-        self._driver.unmap(self._address(col, first), pages * self.geometry.page_size)
-        self.unmapped_pages += pages
-
-    def _address(self, col: int, page: int) -> int:
-        return self._base + col * self.geometry.col_bytes + page * self.geometry.page_size
+        self._addresses.zero(col, first, self.live_pages(col), stream)
