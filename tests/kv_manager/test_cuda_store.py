@@ -573,7 +573,7 @@ def test_the_keeper_neither_waits_nor_trades_nor_complains() -> None:
         store.release(1)
         store.prepare_ahead({2: pages(7)})
         store.prepare_ahead({3: pages(1)})
-        while store._requests:
+        while store._chores.requests:
             store._keeper.settle(0.01)
         assert driver.calls["wait"] == driver.calls["empty_cache"] == 0
         assert store.committed_pages <= 6

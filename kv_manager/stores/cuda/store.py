@@ -11,6 +11,7 @@ from ...errors import StoreError, StoreFullError
 from ...geometry import SCRATCH_COLUMN, CacheGeometry
 from ..base import ColumnStore
 from .access import Access
+from .chores import Chores
 from .cuda_driver import CudaDriver
 from .driver import Driver
 from .extents import ExtentPool
@@ -18,7 +19,6 @@ from .growth import Growth
 from .keeper import Keeper
 from .reach import Reach
 from .region import CudaRegion
-from .requests import Requests
 from .retired import RetiredColumns
 from .stats import StoreStats
 from .window import Window
@@ -80,7 +80,6 @@ class CudaVmmStore(ColumnStore):
             )
         self.spare_bytes = spare_bytes
         self._access = Access(self._driver)
-        self._requests = Requests()
         self._keeper = Keeper(self._tend, self._driver.enter_thread)
         self._regions: list[CudaRegion] = []
         self._reach = Reach(geometry, self._regions)
@@ -92,6 +91,9 @@ class CudaVmmStore(ColumnStore):
 
         self._pool = ExtentPool(self._driver, geometry.page_size, limit, self._retired)
         self._growth = Growth(self._regions, self._retired, self._pool, limit)
+        self._chores = Chores(
+            self._access, self._reach, self._growth, self._retired, self._pool, self._spare_to_keep
+        )
         self._closed = False
         try:
             with self._access.of_caller("the store"):
@@ -154,7 +156,7 @@ class CudaVmmStore(ColumnStore):
             if not 0 <= col < self.geometry.cols or end > self._reach.quiet[col]:
                 self._check_col("prepare_ahead", col)
                 self._check_range("prepare_ahead", col, 0, end)
-                self._requests.put(col, end)
+                self._chores.requests.put(col, end)
                 asked = True
                 if 0 <= self._reach.ready[col] - end < self.URGENT_ROWS:
                     urgent.append(col)
@@ -163,7 +165,7 @@ class CudaVmmStore(ColumnStore):
         if urgent:
             with self._access.of_caller("prepare_ahead"):
                 for col in urgent[: self.MOST_URGENT]:
-                    self._grow_ahead(col, ends[col])
+                    self._chores.grow_ahead(col, ends[col])
 
     def obtainable_pages(self) -> int:
         self._check_open("obtainable_pages")
@@ -223,9 +225,7 @@ class CudaVmmStore(ColumnStore):
         """Unmap what the device is done with, and give spare memory back, without the keeper."""
         self._begin("trim")
         with self._access.of_caller("trim"):
-            self._retired.collect(None)
-            while self._pool.trim_one(self._spare_to_keep()):
-                pass
+            self._chores.trim()
 
     def settle(self, timeout: float) -> bool:
         """Wait until the keeper has nothing left to do, retired columns included.
@@ -273,7 +273,7 @@ class CudaVmmStore(ColumnStore):
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._chores.stopped = True
         self._reach.close()
         self._keeper.stop()
         with self._access.looking():
@@ -305,19 +305,7 @@ class CudaVmmStore(ColumnStore):
         self._keeper.wake()
 
     def _tend(self) -> float | None:
-        """The keeper's work. Each piece has a turn of its own, so that no caller waits long."""
-        while self._requests and not self._closed:
-            with self._access.of_keeper():
-                while not (self._closed or self._access.turn.wanted):
-                    request = self._requests.first()
-                    if request is None:
-                        break
-                    self._grow_ahead(*request)
-        more = True
-        while more and not self._closed:
-            with self._access.of_keeper():
-                more = self._retired.collect_some() or self._pool.trim_one(self._spare_to_keep())
-        return self.POLL_SECONDS if len(self._retired) else None
+        return self.POLL_SECONDS if self._chores.do_all() else None
 
     # --- work on columns, by whoever has the turn
 
@@ -332,19 +320,10 @@ class CudaVmmStore(ColumnStore):
         finally:
             self._reach.publish(col)
 
-    def _grow_ahead(self, col: int, end: int) -> None:
-        """One piece of work for a request."""
-        try:
-            more = self._growth.grow_a_little(col, end, self._access.stream)
-        finally:
-            self._reach.publish(col)
-        if not more:
-            self._requests.finish(col, end)
-
     def _retire(self, call: str, cols: Sequence[int], length: int) -> None:
         with self._access.of_caller(call):
             for col in cols:
-                self._requests.drop(col)
+                self._chores.requests.drop(col)
                 self._reach.end[col] = kept = min(self._reach.end[col], length)
                 for region in self._regions:
                     region.retire(col, kept, self._access.stream)
