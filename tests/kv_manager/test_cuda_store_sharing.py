@@ -158,19 +158,22 @@ def test_a_column_that_goes_back_and_on_leaves_the_other_its_rows(
         assert has(store, driver, 3 - writer, 0, n, 4)
 
 
-def test_a_write_into_the_middle_copies_the_rest_of_the_extent_alone(driver: FakeDriver) -> None:
+@pytest.mark.parametrize("writer", [1, 2], ids=["source", "clone"])
+def test_a_write_into_the_middle_copies_the_rest_of_the_extent_alone(
+    driver: FakeDriver, writer: int
+) -> None:
     with made(driver) as store:
         fill(store, driver, 1, 0, pages(21), 4)  # 16 4 1
         store.clone(1, 2, pages(21))
         before = len(driver.log)
-        fill(store, driver, 2, pages(10), pages(10) + 1, 7)
+        fill(store, driver, writer, pages(10), pages(10) + 1, 7)
         assert grown(driver, before, "copy") == [6]
         assert store.committed_pages == 1 + 21 + 6
-        fill(store, driver, 2, pages(3), pages(3) + 1, 8)  # less than half stays: not worth it
+        fill(store, driver, writer, pages(3), pages(3) + 1, 8)  # less than half stays: not worth it
         assert store.committed_pages == 1 + 21 + 6 + 10
-        assert has(store, driver, 1, 0, pages(21), 4)
+        assert has(store, driver, 3 - writer, 0, pages(21), 4)
         for start, end, value in ((0, 12, 4), (12, 13, 8), (13, 40, 4), (40, 41, 7), (41, 84, 4)):
-            assert has(store, driver, 2, start, end, value)
+            assert has(store, driver, writer, start, end, value)
 
 
 def test_queued_kernels_read_what_was_there_before_a_copy(driver: FakeDriver) -> None:
@@ -423,23 +426,26 @@ def found(store: CudaVmmStore, driver: FakeDriver, col: int, end: int, layer: st
 
 
 @pytest.mark.parametrize("writer", [1, 2], ids=["source", "clone"])
+@pytest.mark.parametrize("length", [34, 39], ids=["partly backed", "almost full"])
 def test_a_ring_is_shared_until_it_wraps_and_then_copied_as_a_whole(
-    driver: FakeDriver, writer: int
+    driver: FakeDriver, writer: int, length: int
 ) -> None:
     with made(driver, rings()) as store:
-        put(store, driver, 1, 0, 34, 100)
-        assert store.committed_pages == 2 + 9 + 9
-        store.clone(1, 2, 34)
-        assert store.committed_pages == 2 + 9 + 9 + 1 + 1
-        put(store, driver, writer, 34, 40, 500)
+        full = length // 4  # pages of either region
+        put(store, driver, 1, 0, length, 100)
+        assert store.committed_pages == 2 + 2 * (full + 1)
+        store.clone(1, 2, length)
+        assert store.committed_pages == 2 + 2 * (full + 1) + 2
+        put(store, driver, writer, length, 40, 500)
         assert store.stats().waits == 0
-        assert store.pages_needed({writer: (40, 41)}) == 1 + 8  # flat grows, the ring is copied
+        assert store.pages_needed({writer: (40, 41)}) == 1 + full  # flat grows, the ring is copied
         put(store, driver, writer, 40, 90, 500)
         assert found(store, driver, writer, 90, "r") == [500 + p for p in range(60, 90)]
         for layer in "ar":
-            assert found(store, driver, 3 - writer, 34, layer) == [100 + p for p in range(4, 34)]
+            expected = [100 + p for p in range(length - 30, length)]
+            assert found(store, driver, 3 - writer, length, layer) == expected
         waits = store.stats().waits
-        put(store, driver, 3 - writer, 34, 90, 700)
+        put(store, driver, 3 - writer, length, 90, 700)
         assert store.stats().waits == waits  # the last one of the ring writes in place
         assert found(store, driver, writer, 90, "r") == [500 + p for p in range(60, 90)]
         assert found(store, driver, 3 - writer, 90, "a") == [700 + p for p in range(60, 90)]

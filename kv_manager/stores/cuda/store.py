@@ -27,7 +27,7 @@ __all__ = ["CudaVmmStore"]
 
 
 class CudaVmmStore(ColumnStore):
-    """One reservation per region; physical extents of 64, 16, 4 or 1 pages are mapped under it.
+    """One reservation per region; physical extents of 64 to 1 pages are mapped under it.
 
     Views never move, and a captured CUDA graph sees pages that are mapped later. Reading or
     writing rows that are not backed faults. All zeroing and copying is in the order of the
