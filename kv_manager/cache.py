@@ -112,7 +112,8 @@ class BatchedSequenceCache:
         """Take a column for a sequence that begins with the first ``n_rows`` tokens of ``src``.
 
         None: all of them. Where the store shares pages it costs none, or those that will be
-        written next; writing to shared pages does. Raises RewindError for fewer rows than ``floor(src)`` or more than ``pos(src)``,
+        written next; writing to shared pages does. Raises RewindError for fewer rows than
+        ``floor(src)`` or more than ``pos(src)``,
         CacheFullError when no column is free, StoreFullError when there is no page for a copy.
         """
         self._check_no_step("seq_clone")

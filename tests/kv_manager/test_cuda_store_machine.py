@@ -104,20 +104,23 @@ class CudaStoreMachine(RuleBasedStateMachine):
             self.driver.launch(row, lambda row=row, value=value: row.fill_(value))  # type: ignore[misc]
             self.next_value += 1
 
-    @rule(col=COLUMNS, data=st.data())
-    def write_again(self, col: int, data: st.DataObject) -> None:
+    @rule(data=st.data())
+    def write_again(self, data: st.DataObject) -> None:
         """Without a rewind first."""
-        length = len(self.model[col])
-        if length:
+        col = self.some(data, empty=False)
+        if col is not None:
+            length = len(self.model[col])
             start = data.draw(st.integers(0, length - 1), label="start")
             end = data.draw(st.integers(start + 1, min(length, start + 9)), label="end")
             if self.prepare(col, start, end):
                 self.put(col, start, end)
 
-    @rule(col=COLUMNS, data=st.data(), count=st.integers(1, 30))
-    def go_back_and_write(self, col: int, data: st.DataObject, count: int) -> None:
-        self.shrink(col, data)
-        self.write(col, count, False)
+    @rule(data=st.data(), count=st.integers(1, 30))
+    def go_back_and_write(self, data: st.DataObject, count: int) -> None:
+        col = self.some(data, empty=False)
+        if col is not None:
+            self.shrink(col, data)
+            self.write(col, count, False)
 
     @rule(col=COLUMNS, more=st.integers(0, 20), times=st.integers(0, 3))
     def hint(self, col: int, more: int, times: int) -> None:
@@ -147,22 +150,31 @@ class CudaStoreMachine(RuleBasedStateMachine):
             del self.model[col][length:]
             self.dirty[col] = -(-length // ROWS_PER_PAGE) * ROWS_PER_PAGE
 
-    @rule(src=COLUMNS, dst=COLUMNS, data=st.data())
-    def clone(self, src: int, dst: int, data: st.DataObject) -> None:
-        if src == dst or self.model[dst]:
-            return
-        n = data.draw(st.integers(0, len(self.model[src])), label="rows")
+    def some(self, data: st.DataObject, *, empty: bool) -> int | None:
+        cols = [col for col, sequence in self.model.items() if empty == (not sequence)]
+        return data.draw(st.sampled_from(cols), label="column") if cols else None
+
+    @rule(data=st.data())
+    def clone(self, data: st.DataObject) -> None:
+        src, dst = self.some(data, empty=False), self.some(data, empty=True)
+        if src is not None and dst is not None:
+            self.clone_to(src, dst, data)
+
+    def clone_to(self, src: int, dst: int, data: st.DataObject) -> None:
+        length = len(self.model[src])
+        n = data.draw(st.just(length) | st.integers(0, length), label="rows")
         missing = self.store.pages_needed({dst: (0, n)})
         if self.attempt(lambda: self.store.clone(src, dst, n), missing):
             self.model[dst] = self.model[src][:n]
             self.dirty[dst] = -(-n // ROWS_PER_PAGE) * ROWS_PER_PAGE
 
-    @rule(src=COLUMNS, data=st.data(), rows=st.integers(1, 9))
-    def fork(self, src: int, data: st.DataObject, rows: int) -> None:
-        """Give all empty columns the same prefix, each with a continuation of its own."""
-        if self.model[src]:
-            for dst in [col for col, sequence in self.model.items() if not sequence]:
-                self.clone(src, dst, data)
+    @rule(data=st.data(), rows=st.integers(1, 9))
+    def fork(self, data: st.DataObject, rows: int) -> None:
+        """Give some empty columns prefixes of one, each with a continuation of its own."""
+        src = self.some(data, empty=False)
+        if src is not None:
+            for dst in [col for col, sequence in self.model.items() if not sequence][:2]:
+                self.clone_to(src, dst, data)
                 self.write(dst, rows, False)
 
     def distinct_pages(self) -> int:
