@@ -178,16 +178,17 @@ class CudaStoreMachine(RuleBasedStateMachine):
                 self.write(dst, rows, False)
 
     def distinct_pages(self) -> int:
-        """Pages that no two columns can have in common; values are never used twice."""
-        pages: set[tuple[int, ...]] = set()
-        partial = 0
-        for sequence in self.model.values():
-            whole = len(sequence) // ROWS_PER_PAGE
-            pages.update(
-                tuple(sequence[4 * page : 4 * page + ROWS_PER_PAGE]) for page in range(whole)
-            )
-            partial += len(sequence) % ROWS_PER_PAGE > 0
-        return len(pages) + partial
+        """Pages that no two columns can have in common; values are never used twice.
+
+        Those of which a rewind left the first rows may still be others' too.
+        """
+        pages = {
+            tuple(sequence[row : row + ROWS_PER_PAGE])
+            for sequence in self.model.values()
+            for row in range(0, len(sequence), ROWS_PER_PAGE)
+        }
+        longer = {page[:n] for page in pages for n in range(1, len(page))}
+        return len(pages - longer)
 
     @rule(count=st.none() | st.integers(1, 40))
     def device_goes_on(self, count: int | None) -> None:
