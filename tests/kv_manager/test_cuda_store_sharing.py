@@ -325,6 +325,19 @@ def test_a_clone_without_memory_leaves_its_column_empty(driver: FakeDriver) -> N
         assert has(store, driver, 2, 0, pages(9), 4)
 
 
+def test_a_clone_into_a_column_that_a_refused_call_had_grown(driver: FakeDriver) -> None:
+    with made(driver, one_group(budget_pages=30)) as store:
+        fill(store, driver, 1, 0, pages(9), 4)
+        fill(store, driver, 2, 0, pages(5), 5)
+        store.release(2)
+        with pytest.raises(StoreFullError):
+            store.prepare_write(2, 0, pages(40))
+        assert store.committed_pages > 10
+        store.clone(1, 2, pages(9))
+        assert store.committed_pages == 10
+        assert has(store, driver, 2, 0, pages(9), 4)
+
+
 @pytest.mark.parametrize("call", ["map", "allow"])
 def test_a_clone_that_the_driver_refuses_leaves_its_column_empty(
     driver: FakeDriver, call: str

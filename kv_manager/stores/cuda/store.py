@@ -198,6 +198,8 @@ class CudaVmmStore(ColumnStore):
         self._begin("clone")
         end = self._reach.end
         self._check_clone(src, dst, n_rows, end)
+        if any(region.live_pages(dst) for region in self._regions):
+            self._retire("clone", (dst,), 0)  # what a refused call had gathered
         try:
             with self._access.of_caller("clone"):
                 self._growth.clone(src, dst, n_rows, end[src], self._access.stream)
