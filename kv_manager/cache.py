@@ -111,9 +111,10 @@ class BatchedSequenceCache:
     def seq_clone(self, src: int, n_rows: int | None = None) -> int:
         """Take a column for a sequence that begins with the first ``n_rows`` tokens of ``src``.
 
-        None: all of them. Costs no page where the store shares pages; writing to shared pages
-        does. Raises RewindError for fewer rows than ``floor(src)`` or more than ``pos(src)``,
-        CacheFullError when no column is free.
+        None: all of them. Where the store shares pages it costs none, or those that will be
+        written next; writing to shared pages does. Raises RewindError for fewer rows than
+        ``floor(src)`` or more than ``pos(src)``,
+        CacheFullError when no column is free, StoreFullError when there is no page for a copy.
         """
         self._check_no_step("seq_clone")
         self._check_live(src)

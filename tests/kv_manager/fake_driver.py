@@ -27,8 +27,15 @@ Range = tuple[int, int]  # address, bytes
 class FakeExtent:
     fd: int
     nbytes: int
-    address: int | None = None
+    mappings: int = 0
     released: bool = False
+
+
+@dataclass(eq=False)
+class FakeMapping:
+    extent: FakeExtent
+    address: int
+    nbytes: int
 
 
 @dataclass(eq=False)
@@ -70,7 +77,7 @@ class FakeDriver(Driver):
         self._depth = threading.local()
         self._lock = threading.RLock()
         self._reserved: dict[int, int] = {}
-        self._mapped: dict[int, FakeExtent] = {}
+        self._mapped: dict[int, FakeMapping] = {}
         self._allowed: set[int] = set()
         self._extents: set[FakeExtent] = set()
         self._events: set[FakeEvent] = set()
@@ -161,32 +168,32 @@ class FakeDriver(Driver):
     def release(self, extent: FakeExtent) -> None:
         with self._lock:
             self._enter("release", extent.nbytes)
-            assert extent.address is None, "an extent is released while it is mapped"
+            assert not extent.mappings, "an extent is released while it is mapped"
             assert not extent.released, "an extent is released twice"
             extent.released = True
             self._extents.remove(extent)
             self.held -= extent.nbytes
 
-    def map(self, address: int, nbytes: int, extent: FakeExtent) -> None:
+    def map(self, address: int, nbytes: int, extent: FakeExtent, offset: int = 0) -> None:
         with self._lock:
             self._enter("map", nbytes)
-            assert extent.address is None and not extent.released, "mapped twice, or released"
-            assert nbytes == extent.nbytes, "only whole extents can be mapped"
+            assert not extent.released, "a released extent is mapped"
+            assert offset == 0, "an extent can be mapped from its start only"
+            assert 0 < nbytes <= extent.nbytes and nbytes % self.granularity == 0
             base = max(b for b in self._reserved if b <= address)
             assert address + nbytes <= base + self._reserved[base], "beyond the reservation"
             assert (address - base) % self.granularity == 0
             for at, other in self._mapped.items():
                 assert at + other.nbytes <= address or address + nbytes <= at, "address is taken"
-            extent.address = address
-            self._mapped[address] = extent
+            extent.mappings += 1
+            self._mapped[address] = FakeMapping(extent, address, nbytes)
 
     def allow(self, address: int, nbytes: int) -> None:
         with self._lock:
             self._enter("allow", nbytes)
-            for extent in self._whole(address, nbytes):
-                assert extent.address is not None
-                self._allowed.add(extent.address)
-                libc.map_file(extent.address, extent.nbytes, extent.fd, 0)
+            for mapping in self._whole(address, nbytes):
+                self._allowed.add(mapping.address)
+                libc.map_file(mapping.address, mapping.nbytes, mapping.extent.fd, 0)
 
     def unmap(self, address: int, nbytes: int) -> None:
         with self._lock:
@@ -196,12 +203,11 @@ class FakeDriver(Driver):
                     assert start + size <= address or address + nbytes <= start, (
                         f"{work.what} that is still queued touches what is being unmapped"
                     )
-            for extent in self._whole(address, nbytes):
-                assert extent.address is not None
-                libc.reserve_again(extent.address, extent.nbytes)
-                self._allowed.discard(extent.address)
-                del self._mapped[extent.address]
-                extent.address = None
+            for mapping in self._whole(address, nbytes):
+                libc.reserve_again(mapping.address, mapping.nbytes)
+                self._allowed.discard(mapping.address)
+                del self._mapped[mapping.address]
+                mapping.extent.mappings -= 1
 
     def tensor(self, address: int, nbytes: int, gone: Callable[[], None]) -> torch.Tensor:
         assert address in self._allowed, "the first page is not mapped"
@@ -218,15 +224,15 @@ class FakeDriver(Driver):
         self.neighbour -= self.cached
         self.cached = 0
 
-    def _whole(self, address: int, nbytes: int) -> list[FakeExtent]:
-        """The extents mapped in a range, which they must fill exactly."""
-        extents, at = [], address
+    def _whole(self, address: int, nbytes: int) -> list[FakeMapping]:
+        """The mappings in a range, which they must fill exactly."""
+        mappings, at = [], address
         while at < address + nbytes:
             assert at in self._mapped, "not a range of whole mappings"
-            extents.append(self._mapped[at])
-            at += extents[-1].nbytes
+            mappings.append(self._mapped[at])
+            at += mappings[-1].nbytes
         assert at == address + nbytes, "cuts a mapping"
-        return extents
+        return mappings
 
     # --- work in the order of the one queue that all streams share
 

@@ -74,7 +74,7 @@ class Sequence:
 
 class CacheMachine(RuleBasedStateMachine):
     store_class: type[ColumnStore]
-    clones_cost = False  # pages at once, and not when written
+    clones_cost = False  # some pages at once, and not when written
 
     @initialize(length=st.integers(0, 20))
     def start(self, length: int) -> None:
@@ -148,14 +148,24 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.seq_clone(src, n)
             return
         used, n = self.cache.used_pages, len(sequence.tokens) if whole else n
-        cost = self.store.geometry.pages_for(n) if self.clones_cost else 0
-        if cost > self.cache.free_pages:
-            with self.refused(StoreFullError):
-                self.cache.seq_clone(src, n)
+        most = self.store.geometry.pages_for(n) if self.clones_cost else 0
+        before = self.state()
+        try:
+            col = self.cache.seq_clone(src, None if whole else n)
+        except StoreFullError:
+            assert most > self.cache.free_pages and self.state() == before
             return
-        col = self.cache.seq_clone(src, None if whole else n)
-        assert self.cache.used_pages == used + cost
+        assert self.least_cost(n) <= self.cache.used_pages - used <= most
         self.model[col] = sequence.prefix(n)
+
+    def least_cost(self, n: int) -> int:
+        """Pages of n tokens that hold a part of row n-1, and may be written next."""
+        regions = self.store.geometry.regions if self.clones_cost else ()
+        return sum(
+            region.pages_of_rows(n) - n * region.row_bytes // PAGE
+            for region in regions
+            if n < region.rows
+        )
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())

@@ -512,28 +512,6 @@ def test_obtainable_pages_follow_limit_and_device() -> None:
         assert store.obtainable_pages() == 30
 
 
-def test_a_clone_copies_in_the_order_of_the_stream(driver: FakeDriver) -> None:
-    with made(driver) as store:
-        store.prepare_write(1, 0, pages(3))
-        driver.advance()
-        kernel_view = store.layer_view("a")[: pages(3), 1]
-        driver.launch(kernel_view, lambda: kernel_view.fill_(4.0))
-        store.clone(1, 2, pages(3) - 2)
-        store.release(1)
-        assert driver.queued == ["kernel", "zero", "copy"]
-        driver.advance()
-        assert bool((store.layer_view("a")[: pages(3) - 2, 2] == 4).all())
-
-
-def test_a_clone_without_memory_leaves_its_column_empty(driver: FakeDriver) -> None:
-    with made(driver, one_group(budget_pages=10)) as store:
-        store.prepare_write(1, 0, pages(5))
-        with pytest.raises(StoreFullError):
-            store.clone(1, 2, pages(5))
-        assert store.committed_pages == 6
-        store.clone(1, 2, pages(3))
-
-
 # --- ahead of need
 
 
@@ -595,7 +573,7 @@ def test_the_keeper_neither_waits_nor_trades_nor_complains() -> None:
         store.release(1)
         store.prepare_ahead({2: pages(7)})
         store.prepare_ahead({3: pages(1)})
-        while store._requests:
+        while store._chores.requests:
             store._keeper.settle(0.01)
         assert driver.calls["wait"] == driver.calls["empty_cache"] == 0
         assert store.committed_pages <= 6

@@ -273,7 +273,77 @@ def test_the_store_follows_the_callers_stream(store: CudaVmmStore) -> None:
         assert float(column(store, 1, 128 * 64).sum(dtype=torch.float64)) == 0
 
 
+def test_columns_share_pages_and_never_write_them(store: CudaVmmStore) -> None:
+    """Leading parts of allocations at two addresses, copies under queued kernels, the way back."""
+    pages, rows = 85, 128 * 85 - 7  # 64 16 4 1
+    store.prepare_write(1, 0, rows)
+    for layer in store.geometry.layers:
+        column(store, 1, rows, layer).fill_(3)
+    before = free()
+    store.clone(1, 2, rows)
+    store.clone(2, 3, 128 * 60)
+    assert store.committed_pages == 1 + pages + 1
+    assert before - free() <= PAGE + SLACK
+    for col, n in ((2, rows), (3, 128 * 60)):
+        assert total(store, col, n) == 3 * n * 2 * HEADS * SIZE * 4
+    delay(0.05)
+    out = column(store, 3, 128 * 60).clone()
+    store.shrink(3, 128 * 40)
+    store.prepare_write(3, 128 * 40, 128 * 60)
+    assert not column(store, 3, 128 * 60)[128 * 40 :].any()
+    column(store, 3, 128 * 60)[128 * 40 :].fill_(float("nan"))
+    assert bool((out == 3).all())
+    for end in (0, 128 * 10):  # and whole, in place of the other column's pages
+        store.prepare_write(2, end, rows)
+        for layer in store.geometry.layers:
+            column(store, 2, rows, layer)[end:].fill_(5 if end else float("nan"))
+    assert total(store, 1, rows) == 3 * rows * 2 * HEADS * SIZE * 4
+    assert total(store, 3, 128 * 40) == 3 * 128 * 40 * 2 * HEADS * SIZE * 4
+    out = column(store, 1, rows).clone()
+    for col in (1, 2, 3):
+        store.release(col)
+    torch.cuda.synchronize()
+    assert store.settle(10)
+    assert bool((out == 3).all())
+    assert store.resident_bytes() == PAGE
+
+
 # --- time
+
+
+def test_a_clone_of_1024_pages_takes_milliseconds_and_one_page() -> None:
+    pages = 64 if SMALL else 1024
+    rows = 16 * pages - 5
+    with CudaVmmStore(geometry(32, capacity=16 * 1024), spare_bytes=0) as store:
+        for start in range(0, rows, 2048):  # a prompt in chunks
+            store.prepare_write(1, start, min(start + 2048, rows))
+        for layer in store.geometry.layers:
+            column(store, 1, rows, layer).fill_(1)
+        host, device = [], []
+        for _ in range(9):
+            before = free()
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            delay(0.02)  # so that between the events the device only works and never waits
+            marks[0].record()
+            began = time.perf_counter()
+            store.clone(1, 2, rows)
+            host.append((time.perf_counter() - began) * 1e3)
+            marks[1].record()
+            taken = before - free()
+            device.append(marks[0].elapsed_time(marks[1]))
+            assert store.committed_pages == 1 + pages + 1
+            assert taken <= PAGE + SLACK
+            assert bool((column(store, 2, rows, "l31") == 1).all())
+            store.release(2)
+            torch.cuda.synchronize()
+            assert store.settle(10)
+        print(
+            f"\n{pages} pages cloned, ms of the host {[round(x, 2) for x in host]}, of the device "
+            f"{[round(x, 3) for x in device]}; {store.stats()}"
+        )
+        if not SMALL:
+            assert statistics.median(host[2:]) < 5
+            assert statistics.median(device[2:]) < 1
 
 
 def test_a_prompt_of_512_pages_grows_within_milliseconds() -> None:

@@ -77,18 +77,50 @@ class CudaStoreMachine(RuleBasedStateMachine):
         sequence = self.model[col]
         start = len(sequence)
         end = min(start + (1 if quick else count), GEOMETRY.capacity)
-        missing = self.store.pages_needed({col: (start, end)})
-        if not self.attempt(lambda: self.store.prepare_write(col, start, end), missing):
+        if not self.prepare(col, start, end):
             return
         assert self.store.pages_needed({col: (start, end)}) == 0
         clean = max(start, self.dirty[col])
         self.check(col, clean, [0] * (end - clean), "new rows are zero")
+        self.put(col, start, end)
+        self.dirty[col] = max(self.dirty[col], end)
+
+    def prepare(self, col: int, start: int, end: int) -> bool:
+        store = self.store
+        missing, before = store.pages_needed({col: (start, end)}), store.committed_pages
+        promised = end <= store.writable()[col] and start >= len(self.model[col])
+        assert not (promised and missing)
+        as_it_is = not store.idle_pages[1]
+        if not self.attempt(lambda: store.prepare_write(col, start, end), missing):
+            return False
+        assert not as_it_is or store.committed_pages == before + missing
+        return True
+
+    def put(self, col: int, start: int, end: int) -> None:
+        """Queue kernels that write the rows, each with a value of its own."""
         for position in range(start, end):
-            sequence.append(self.next_value)
             row, value = self.rows(col, position, position + 1), self.next_value
+            self.model[col][position : position + 1] = [value]
             self.driver.launch(row, lambda row=row, value=value: row.fill_(value))  # type: ignore[misc]
             self.next_value += 1
-        self.dirty[col] = max(self.dirty[col], end)
+
+    @rule(data=st.data())
+    def write_again(self, data: st.DataObject) -> None:
+        """Without a rewind first."""
+        col = self.some(data, empty=False)
+        if col is not None:
+            length = len(self.model[col])
+            start = data.draw(st.integers(0, length - 1), label="start")
+            end = data.draw(st.integers(start + 1, min(length, start + 9)), label="end")
+            if self.prepare(col, start, end):
+                self.put(col, start, end)
+
+    @rule(data=st.data(), count=st.integers(1, 30))
+    def go_back_and_write(self, data: st.DataObject, count: int) -> None:
+        col = self.some(data, empty=False)
+        if col is not None:
+            self.shrink(col, data)
+            self.write(col, count, False)
 
     @rule(col=COLUMNS, more=st.integers(0, 20), times=st.integers(0, 3))
     def hint(self, col: int, more: int, times: int) -> None:
@@ -118,15 +150,45 @@ class CudaStoreMachine(RuleBasedStateMachine):
             del self.model[col][length:]
             self.dirty[col] = -(-length // ROWS_PER_PAGE) * ROWS_PER_PAGE
 
-    @rule(src=COLUMNS, dst=COLUMNS, data=st.data())
-    def clone(self, src: int, dst: int, data: st.DataObject) -> None:
-        if src == dst or self.model[dst]:
-            return
-        n = data.draw(st.integers(0, len(self.model[src])), label="rows")
+    def some(self, data: st.DataObject, *, empty: bool) -> int | None:
+        cols = [col for col, sequence in self.model.items() if empty == (not sequence)]
+        return data.draw(st.sampled_from(cols), label="column") if cols else None
+
+    @rule(data=st.data())
+    def clone(self, data: st.DataObject) -> None:
+        src, dst = self.some(data, empty=False), self.some(data, empty=True)
+        if src is not None and dst is not None:
+            self.clone_to(src, dst, data)
+
+    def clone_to(self, src: int, dst: int, data: st.DataObject) -> None:
+        length = len(self.model[src])
+        n = data.draw(st.just(length) | st.integers(0, length), label="rows")
         missing = self.store.pages_needed({dst: (0, n)})
         if self.attempt(lambda: self.store.clone(src, dst, n), missing):
             self.model[dst] = self.model[src][:n]
             self.dirty[dst] = -(-n // ROWS_PER_PAGE) * ROWS_PER_PAGE
+
+    @rule(data=st.data(), rows=st.integers(1, 9))
+    def fork(self, data: st.DataObject, rows: int) -> None:
+        """Give some empty columns prefixes of one, each with a continuation of its own."""
+        src = self.some(data, empty=False)
+        if src is not None:
+            for dst in [col for col, sequence in self.model.items() if not sequence][:2]:
+                self.clone_to(src, dst, data)
+                self.write(dst, rows, False)
+
+    def distinct_pages(self) -> int:
+        """Pages that no two columns can have in common; values are never used twice.
+
+        Those of which a rewind left the first rows may still be others' too.
+        """
+        pages = {
+            tuple(sequence[row : row + ROWS_PER_PAGE])
+            for sequence in self.model.values()
+            for row in range(0, len(sequence), ROWS_PER_PAGE)
+        }
+        longer = {page[:n] for page in pages for n in range(1, len(page))}
+        return len(pages - longer)
 
     @rule(count=st.none() | st.integers(1, 40))
     def device_goes_on(self, count: int | None) -> None:
@@ -162,7 +224,7 @@ class CudaStoreMachine(RuleBasedStateMachine):
         spare, idle = store.idle_pages
         assert store.resident_bytes() == (store.committed_pages + spare + idle) * PAGE
         assert store.resident_bytes() <= 90 * PAGE
-        live = 1 + sum(GEOMETRY.regions[0].pages_of_rows(len(s)) for s in self.model.values())
+        live = 1 + self.distinct_pages()
         assert live <= store.committed_pages
         assert live <= store.obtainable_pages()
 

@@ -48,11 +48,14 @@ class Driver(ABC):
 
     @abstractmethod
     def release(self, extent: Any) -> None:
-        """Give a physical allocation back; it must not be mapped."""
+        """Give a physical allocation back; it must be mapped nowhere."""
 
     @abstractmethod
     def map(self, address: int, nbytes: int, extent: Any) -> None:
-        """Put a whole allocation at reserved addresses; not accessible yet."""
+        """Put the first bytes of an allocation at reserved addresses; not accessible yet.
+
+        It may be mapped elsewhere too. A later part cannot be mapped without those before it.
+        """
 
     @abstractmethod
     def allow(self, address: int, nbytes: int) -> None:

@@ -1,7 +1,7 @@
 """Physical memory in extents of a few sizes, and the order in which more of it is looked for."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...errors import StoreFullError
@@ -14,10 +14,16 @@ SIZES = (64, 32, 16, 8, 4, 2, 1)  # pages; access is granted per extent: the few
 
 @dataclass(eq=False, slots=True)
 class Extent:
-    """One physical allocation of ``pages`` pages."""
+    """One physical allocation of ``pages`` pages, and who has it.
+
+    ``holders`` are the live columns that it is mapped in, with the leading pages that each has.
+    ``mappings`` counts these and the idle ones: it can be given back when there are none.
+    """
 
     handle: Any
     pages: int
+    holders: dict[int, int] = field(default_factory=dict)
+    mappings: int = 0
 
 
 class Reclaim(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ...errors import StoreFullError
 from .extents import ExtentPool
-from .region import CudaRegion
+from .region import CudaRegion, Write
 from .retired import RetiredColumns
 
 __all__ = ["Growth"]
@@ -27,6 +27,24 @@ class Growth:
         self._retired = retired
         self._pool = pool
         self._limit = limit
+
+    def write(self, col: int, write: Write, stream: int) -> None:
+        """Back the pages of a write by all means and make them private, or raise StoreFullError."""
+        for region in self._regions:
+            region.privatize(col, write, stream)
+        self.grow(col, write[1], stream)
+
+    def clone(self, src: int, dst: int, n_rows: int, known: int, stream: int) -> None:
+        """Share pages with the empty column ``dst``, back the others by all means and copy them."""
+        for region in self._regions:
+            leads = region.leads(src, n_rows, known)
+            if leads:
+                if region.idle_pages(dst):
+                    self._retired.clear(dst)
+                region.share(src, dst, leads)
+        self.grow(dst, n_rows, stream)
+        for region in self._regions:
+            region.copy(src, dst, n_rows, stream)
 
     def grow(self, col: int, end: int, stream: int) -> None:
         """Back the pages for ``end`` tokens by all means, or raise StoreFullError."""
@@ -77,8 +95,8 @@ class Growth:
         Only where half of it is needed and, that done, an eighth of the limit is in nobody's use:
         near the limit the pages that the caller counts must be there.
         """
-        size, limit = region.idle_sizes(col)[0], self._limit()
+        size, limit = region.next_whole(col), self._limit()
         used = sum(region.committed for region in self._regions)
-        if size > 2 * missing or limit - used - size < limit // 8:
+        if not size or size > 2 * missing or limit - used - size < limit // 8:
             return False
         return not self._retired.done(col)

@@ -84,7 +84,7 @@ class RetiredColumns:
         return any(region.idle_pages(col) for region in self._regions)
 
     def _has_size(self, col: int, size: int) -> bool:
-        return any(size in region.idle_sizes(col) for region in self._regions)
+        return any(region.frees(col, size) for region in self._regions)
 
     def _unmap(self, col: int) -> None:
         for region in self._regions:

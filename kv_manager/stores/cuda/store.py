@@ -11,6 +11,7 @@ from ...errors import StoreError, StoreFullError
 from ...geometry import SCRATCH_COLUMN, CacheGeometry
 from ..base import ColumnStore
 from .access import Access
+from .chores import Chores
 from .cuda_driver import CudaDriver
 from .driver import Driver
 from .extents import ExtentPool
@@ -18,15 +19,15 @@ from .growth import Growth
 from .keeper import Keeper
 from .reach import Reach
 from .region import CudaRegion
-from .requests import Requests
 from .retired import RetiredColumns
 from .stats import StoreStats
+from .window import Window
 
 __all__ = ["CudaVmmStore"]
 
 
 class CudaVmmStore(ColumnStore):
-    """One reservation per region; physical extents of 64, 16, 4 or 1 pages are mapped under it.
+    """One reservation per region; physical extents of 64 to 1 pages are mapped under it.
 
     Views never move, and a captured CUDA graph sees pages that are mapped later. Reading or
     writing rows that are not backed faults. All zeroing and copying is in the order of the
@@ -79,29 +80,31 @@ class CudaVmmStore(ColumnStore):
             )
         self.spare_bytes = spare_bytes
         self._access = Access(self._driver)
-        self._requests = Requests()
         self._keeper = Keeper(self._tend, self._driver.enter_thread)
         self._regions: list[CudaRegion] = []
         self._reach = Reach(geometry, self._regions)
         self._retired = RetiredColumns(self._driver, self._regions)
+        self._window = Window(self._driver, geometry.page_size)
 
         def limit() -> int:
             return self.page_limit
 
         self._pool = ExtentPool(self._driver, geometry.page_size, limit, self._retired)
         self._growth = Growth(self._regions, self._retired, self._pool, limit)
+        self._chores = Chores(
+            self._access, self._reach, self._growth, self._retired, self._pool, self._spare_to_keep
+        )
         self._closed = False
         try:
             with self._access.of_caller("the store"):
                 for region in geometry.regions:
-                    self._regions.append(CudaRegion(region, self._driver, self._pool))
-                self._grow(SCRATCH_COLUMN, 1)
+                    self._regions.append(CudaRegion(region, self._driver, self._pool, self._window))
+                self._write(SCRATCH_COLUMN, 0, 1)
                 for made in self._regions:
                     made.open()
         except BaseException:
             self.close()
             raise
-        self._reach.end[SCRATCH_COLUMN] = 1
         self._region_of = {
             layer: region for region in self._regions for layer in region.geometry.layers
         }
@@ -113,14 +116,12 @@ class CudaVmmStore(ColumnStore):
 
     def pages_needed(self, wants: Mapping[int, tuple[int, int]]) -> int:
         self._check_open("pages_needed")
-        needed = 0
+        work = {}
         for col, (start, end) in wants.items():
             if not self._reach.covers(col, start, end):
                 self._check_range("pages_needed", col, start, end)
-                for region in self._regions:
-                    pages = region.geometry.pages_of(col, end)
-                    needed += max(0, pages - region.live_pages(col))
-        return needed
+                work[col] = (start, end, self._reach.end[col])
+        return sum(region.pages_needed(work) for region in self._regions) if work else 0
 
     def prepare_write(self, col: int, start: int, end: int) -> None:
         self.prepare_writes({col: (start, end)})
@@ -131,14 +132,13 @@ class CudaVmmStore(ColumnStore):
         for col, (start, end) in wants.items():
             if not self._reach.covers(col, start, end):
                 self._check_range("prepare_write", col, start, end)
-                missing[col] = end
+                missing[col] = (start, end)
             elif end > self._reach.end[col]:
                 self._reach.end[col] = end
         if missing:
             with self._access.of_caller("prepare_write"):
-                for col, end in missing.items():
-                    self._grow(col, end)
-                    self._reach.end[col] = max(self._reach.end[col], end)
+                for col, (start, end) in missing.items():
+                    self._write(col, start, end)
 
     def writable(self) -> Sequence[int]:
         return self._reach.ready
@@ -156,7 +156,7 @@ class CudaVmmStore(ColumnStore):
             if not 0 <= col < self.geometry.cols or end > self._reach.quiet[col]:
                 self._check_col("prepare_ahead", col)
                 self._check_range("prepare_ahead", col, 0, end)
-                self._requests.put(col, end)
+                self._chores.requests.put(col, end)
                 asked = True
                 if 0 <= self._reach.ready[col] - end < self.URGENT_ROWS:
                     urgent.append(col)
@@ -165,7 +165,7 @@ class CudaVmmStore(ColumnStore):
         if urgent:
             with self._access.of_caller("prepare_ahead"):
                 for col in urgent[: self.MOST_URGENT]:
-                    self._grow_ahead(col, ends[col])
+                    self._chores.grow_ahead(col, ends[col])
 
     def obtainable_pages(self) -> int:
         self._check_open("obtainable_pages")
@@ -185,23 +185,31 @@ class CudaVmmStore(ColumnStore):
         for col in cols:
             self._check_col("release", col)
         self._retire("release", cols, 0)
-        for col in cols:
-            self._reach.end[col] = 0
 
     def clone(self, src: int, dst: int, n_rows: int) -> None:
-        """Copies the pages that hold the rows, in the order of the stream; nothing is shared."""
+        """Maps the pages that lie wholly below ``n_rows`` in both columns, and copies the others.
+
+        The driver maps an allocation from its start only. So whole extents are shared, and the
+        leading part of the last one if that is half of it at least: the other part is private to
+        ``src``, and lost (see ``committed_pages``) once ``src`` is released and while ``dst``
+        lives. A part smaller than that, the page that ``n_rows`` divides and a ring that has
+        wrapped are copied in the order of the stream. Copies are backed here, and refused here.
+        """
         self._begin("clone")
-        self._check_clone(src, dst, n_rows, self._reach.end)
+        end = self._reach.end
+        self._check_clone(src, dst, n_rows, end)
+        if any(region.live_pages(dst) for region in self._regions):
+            self._retire("clone", (dst,), 0)  # what a refused call had gathered
         try:
             with self._access.of_caller("clone"):
-                self._grow(dst, n_rows)
-                for region in self._regions:
-                    pages = region.geometry.pages_of_rows(n_rows)
-                    region.copy(src, dst, pages, self._access.stream)
-        except StoreError:
+                self._growth.clone(src, dst, n_rows, end[src], self._access.stream)
+                end[dst] = n_rows
+                self._reach.publish(src)
+                self._reach.publish(dst)
+        except BaseException:
             self._retire("clone", (dst,), 0)
+            self._wake_keeper()
             raise
-        self._reach.end[dst] = n_rows
 
     def shrink(self, col: int, length: int) -> None:
         """Give back whole extents beyond ``length``; rows given up in the others are zeroed."""
@@ -214,15 +222,12 @@ class CudaVmmStore(ColumnStore):
         )
         if beyond or length < self._reach.end[col]:
             self._retire("shrink", (col,), length)
-            self._reach.end[col] = min(self._reach.end[col], length)
 
     def trim(self) -> None:
         """Unmap what the device is done with, and give spare memory back, without the keeper."""
         self._begin("trim")
         with self._access.of_caller("trim"):
-            self._retired.collect(None)
-            while self._pool.trim_one(self._spare_to_keep()):
-                pass
+            self._chores.trim()
 
     def settle(self, timeout: float) -> bool:
         """Wait until the keeper has nothing left to do, retired columns included.
@@ -233,7 +238,7 @@ class CudaVmmStore(ColumnStore):
 
     @property
     def committed_pages(self) -> int:
-        """Pages of extents in live columns, scratch included."""
+        """Pages of extents in live columns, each extent once and whole; scratch included."""
         return sum(region.committed for region in self._regions)
 
     @property
@@ -256,7 +261,7 @@ class CudaVmmStore(ColumnStore):
             reused_pages=sum(region.reused_pages for region in self._regions),
             created_pages=self._pool.created_pages,
             released_pages=self._pool.released_pages,
-            waits=self._retired.waits,
+            waits=self._retired.waits + self._window.waits,
         )
 
     def statistics(self) -> dict[str, float]:
@@ -270,7 +275,7 @@ class CudaVmmStore(ColumnStore):
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._chores.stopped = True
         self._reach.close()
         self._keeper.stop()
         with self._access.looking():
@@ -278,6 +283,7 @@ class CudaVmmStore(ColumnStore):
             self._retired.drop_all()
             for region in self._regions:
                 region.close()
+            self._window.close()
             while self._pool.trim_one(0):
                 pass
 
@@ -301,46 +307,28 @@ class CudaVmmStore(ColumnStore):
         self._keeper.wake()
 
     def _tend(self) -> float | None:
-        """The keeper's work. Each piece has a turn of its own, so that no caller waits long."""
-        while self._requests and not self._closed:
-            with self._access.of_keeper():
-                while not (self._closed or self._access.turn.wanted):
-                    request = self._requests.first()
-                    if request is None:
-                        break
-                    self._grow_ahead(*request)
-        more = True
-        while more and not self._closed:
-            with self._access.of_keeper():
-                more = self._retired.collect_some() or self._pool.trim_one(self._spare_to_keep())
-        return self.POLL_SECONDS if len(self._retired) else None
+        return self.POLL_SECONDS if self._chores.do_all() else None
 
     # --- work on columns, by whoever has the turn
 
-    def _grow(self, col: int, end: int) -> None:
+    def _write(self, col: int, start: int, end: int) -> None:
+        known = self._reach.end[col]
         try:
-            self._growth.grow(col, end, self._access.stream)
+            self._growth.write(col, (start, end, known), self._access.stream)
+            self._reach.end[col] = max(known, end)
         except StoreFullError:
             self._wake_keeper()  # what was gathered in vain is spare now, and may be too much
             raise
         finally:
             self._reach.publish(col)
 
-    def _grow_ahead(self, col: int, end: int) -> None:
-        """One piece of work for a request."""
-        try:
-            more = self._growth.grow_a_little(col, end, self._access.stream)
-        finally:
-            self._reach.publish(col)
-        if not more:
-            self._requests.finish(col, end)
-
     def _retire(self, call: str, cols: Sequence[int], length: int) -> None:
         with self._access.of_caller(call):
             for col in cols:
-                self._requests.drop(col)
+                self._chores.requests.drop(col)
+                self._reach.end[col] = kept = min(self._reach.end[col], length)
                 for region in self._regions:
-                    region.retire(col, length, self._access.stream)
+                    region.retire(col, kept, self._access.stream)
                 self._retired.add(col, self._access.stream)
                 self._reach.publish(col)
         if len(self._retired):
