@@ -1,11 +1,12 @@
 """A worker's side: carries the scheduler's plan of a step out on the store."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_kv_columns.kv_manager.errors import StoreFullError
 from vllm_kv_columns.kv_manager.stores.base import ColumnStore
+from vllm_kv_columns.plugin.commands import Command, Release, Rewind, commands_of
 from vllm_kv_columns.plugin.report import MemoryReport
 from vllm_kv_columns.plugin.step_times import StepTimes
 
@@ -52,9 +53,10 @@ class ColumnDriver:
         self._later: SchedulerOutput | None = None  # a step whose wants are not made out yet
         self._obtainable = 0  # pages, when a request was last refused
         self._short_steps: int | None = None  # since the last report; None: memory is not short
+        self._void: set[int] = set()  # columns that do not hold what the scheduler thinks
 
     def prepare(self, plan: "SchedulerOutput") -> None:
-        """Release what ended, then back the rows that this step writes, or refuse.
+        """Carry out what the plan says about columns, then back the rows that the step writes.
 
         Args:
             plan: the scheduler's output; also comes once with no tokens after the last request.
@@ -64,10 +66,13 @@ class ColumnDriver:
                 by lack of memory.
         """
         begin = time.perf_counter()
-        self._release(plan.finished_req_ids)
-        self._release(plan.preempted_req_ids or ())
+        self._unbind(plan.finished_req_ids)
+        self._unbind(plan.preempted_req_ids or ())
+        commands = commands_of(plan)
+        if commands:
+            self._carry_out(commands)
         decodes = plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens) > 0
-        goes_on = decodes and self._goes_on(plan)
+        goes_on = decodes and not commands and self._goes_on(plan)
         self._later, self._slack = plan if goes_on else None, 0
         missing = {} if goes_on else self._missing(plan)
         failed = self._back(plan.num_scheduled_tokens, missing)
@@ -131,11 +136,11 @@ class ColumnDriver:
 
     def _back(self, scheduled: dict[str, int], missing: dict[int, tuple[int, int]]) -> list[str]:
         """Back what is missing; the requests that were refused."""
-        failed: list[str] = []
+        failed = self._refuse_void(missing) if self._void else []
         try:
             self.store.prepare_writes(missing)
         except StoreFullError:
-            failed = self._back_one_by_one(missing)
+            failed += self._back_one_by_one(missing)
         refused_here = bool(failed)
         if self._agree is not None and scheduled:
             votes = self._agree([request in failed for request in scheduled])
@@ -145,6 +150,14 @@ class ColumnDriver:
                     self._refuse(request)
         if failed and not refused_here:
             self._obtainable = self.store.obtainable_pages()
+        return failed
+
+    def _refuse_void(self, missing: dict[int, tuple[int, int]]) -> list[str]:
+        """Refuse requests that were to go on from what is not there, and forget their wants."""
+        failed = [request for request, column in self._column.items() if column in self._void]
+        for request in failed:
+            missing.pop(self._column[request], None)
+            self._refuse(request)
         return failed
 
     def _back_one_by_one(self, missing: dict[int, tuple[int, int]]) -> list[str]:
@@ -165,7 +178,7 @@ class ColumnDriver:
 
     def _refuse(self, request: str) -> None:
         self._wants.pop(self._column[request], None)
-        self._release((request,))
+        self._release(request)
         self.refused.add(request)
 
     def _make_report(self, failed: list[str]) -> MemoryReport | None:
@@ -188,17 +201,43 @@ class ColumnDriver:
 
     def _bind(self, request: str, block_ids: tuple[list[int], ...]) -> None:
         ((column,),) = block_ids
-        if self._column.get(request) == column:
-            return  # a streamed prompt goes on in its column
-        self._release((request,))
-        self._column[request] = column
+        self._column[request] = column  # a streamed prompt goes on in its column
 
-    def _release(self, requests: Iterable[str]) -> None:
-        columns = []
+    def _unbind(self, requests: Iterable[str]) -> None:
         for request in requests:
             self.refused.discard(request)
-            column = self._column.pop(request, None)
-            if column is not None:
-                columns.append(column)
-        if columns:
-            self.store.release_all(columns)
+            self._column.pop(request, None)
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        """Release, rewind and clone columns, in order.
+
+        A source that has lost what it held, or a clone that gets no memory, makes a void column:
+        the request that is to go on from it is refused.
+        """
+        released: list[int] = []
+        for command in commands:
+            if isinstance(command, Release):
+                released.append(command.column)
+                self._void.discard(command.column)
+                continue
+            if released:
+                self.store.release_all(released)
+                released = []
+            if isinstance(command, Rewind):
+                if command.column not in self._void:
+                    self.store.shrink(command.column, command.tokens)
+            elif command.source in self._void:
+                self._void.add(command.column)
+            else:
+                try:
+                    self.store.clone(command.source, command.column, command.tokens)
+                except StoreFullError:
+                    self._obtainable = self.store.obtainable_pages()
+                    self._void.add(command.column)
+        if released:
+            self.store.release_all(released)
+
+    def _release(self, request: str) -> None:
+        column = self._column.pop(request)
+        self._void.add(column)
+        self.store.release(column)

@@ -35,6 +35,8 @@ class ColumnOptions:
         ahead_rows: rows backed beyond the last token, so that a decode step finds them there.
         spare_bytes: idle physical memory that the store may keep for reuse.
         layers_per_region: most layers that share one stretch of addresses; 0 for all of a kind.
+        retained: columns beyond one for each running sequence, in which what ended sequences
+            computed is kept for prompts that begin with it; -1 for three for each sequence.
     """
 
     store: str = "host"
@@ -43,6 +45,7 @@ class ColumnOptions:
     ahead_rows: int = 0
     spare_bytes: int = 256 << 20
     layers_per_region: int = 0
+    retained: int = -1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,13 +55,17 @@ class ColumnOptions:
                 raise ValueError(
                     f"{SECTION}.{field.name} must be of type {kind.__name__}, got {value!r}."
                 )
-            if isinstance(value, int) and value < 0:
+            if isinstance(value, int) and value < 0 and value != field.default:
                 raise ValueError(f"{SECTION}.{field.name} must not be negative, got {value}.")
         if self.page_size < OS_PAGE or self.page_size & (self.page_size - 1):
             raise ValueError(
                 f"{SECTION}.page_size must be a power of two and at least {OS_PAGE} bytes, "
                 f"got {self.page_size}."
             )
+
+    def retained_columns(self, max_seqs: int) -> int:
+        """Of a server of so many sequences at once."""
+        return 3 * max_seqs if self.retained < 0 else self.retained
 
     @classmethod
     def of(cls, config: "VllmConfig") -> "ColumnOptions":

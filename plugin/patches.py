@@ -90,9 +90,6 @@ def apply_config(config: "VllmConfig") -> None:
             "drop --scheduler-cls",
         )
     config.scheduler_config.scheduler_cls = scheduler
-    if config.cache_config.enable_prefix_caching:
-        logger.info("SDPA_VARLEN serves without prefix reuse: every prompt is computed in full.")
-        config.cache_config.enable_prefix_caching = False
 
 
 def _select_backend(selector: "AttentionSelectorConfig") -> str:

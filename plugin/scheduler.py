@@ -9,14 +9,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_kv_columns.plugin.column_manager import ColumnManager
+from vllm_kv_columns.plugin.commands import attach_commands
 from vllm_kv_columns.plugin.report import report_of
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -25,16 +29,39 @@ __all__ = ["AsyncColumnScheduler", "ColumnScheduler"]
 logger = init_logger("vllm.plugins.kv_columns")
 
 
-class _MemoryReports:
+class _ColumnScheduling:
     """Goes in front of a vLLM scheduler class."""
 
     kv_cache_manager: Any
+    hash_block_size: int
     running: list[Request]
     prev_step_scheduled_req_ids: set[str]
+    requests: dict[str, Request]
+    vllm_config: "VllmConfig"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._withheld: list[KVCacheBlock] = []
+        (self._columns,) = self.kv_cache_manager.coordinator.single_type_managers
+        assert isinstance(self._columns, ColumnManager)
+        # A block is as long as a column here, and a prefix is to be found by smaller pieces.
+        self.hash_block_size = self._columns.table.block_tokens
+        self._hasher = get_request_block_hasher(
+            self.hash_block_size,
+            get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo),
+        )
+
+    def add_request(self, request: Request) -> None:
+        if self.kv_cache_manager.enable_caching and request.request_id not in self.requests:
+            request._block_hasher = self._hasher
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
+        plan: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        attach_commands(plan, self._columns.table.take_commands())
+        return plan
 
     def update_from_output(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
@@ -52,6 +79,7 @@ class _MemoryReports:
         """Preempt the refused requests; what this step and one in flight computed is dropped."""
         for request in reversed([one for one in self.running if one.request_id in refused]):
             if request.status == RequestStatus.RUNNING:
+                self._columns.lose(request.request_id)
                 self.running.remove(request)
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
                 self._preempt_request(  # type: ignore[attr-defined]
@@ -85,9 +113,9 @@ class _MemoryReports:
                 logger.info("SDPA_VARLEN: the whole budget of the KV cache can be had again.")
 
 
-class ColumnScheduler(_MemoryReports, Scheduler):
+class ColumnScheduler(_ColumnScheduling, Scheduler):
     """vLLM's scheduler for columns."""
 
 
-class AsyncColumnScheduler(_MemoryReports, AsyncScheduler):
+class AsyncColumnScheduler(_ColumnScheduling, AsyncScheduler):
     """vLLM's scheduler for columns, a step ahead of the workers."""

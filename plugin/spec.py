@@ -27,6 +27,9 @@ __all__ = ["ColumnSpec", "column_specs", "register"]
 COLUMN_ALIGNMENT = 128
 """vLLM wants block sizes in multiples of this many tokens."""
 
+BLOCK_TOKENS = 16
+"""vLLM's own block size where the user sets none."""
+
 RING_TILE = 128
 """Rows of rings are a multiple of this on a GPU: the largest tile of keys of a kernel."""
 
@@ -46,6 +49,7 @@ class ColumnSpec(AttentionSpec):
         cache: configuration of the whole cache; its byte budget is not set here.
         rows: rows of a column in this layer.
         window: sliding window in tokens, None for full attention.
+        block_tokens: tokens of a block of which a hash is known, the unit of prefix reuse.
         compact: whether the lowest free column goes first, so that running sequences lie close
             together, or the one that was freed first, whose last work is done by then.
     """
@@ -53,6 +57,7 @@ class ColumnSpec(AttentionSpec):
     cache: CacheConfig
     rows: int
     window: int | None
+    block_tokens: int
     compact: bool
 
     @property
@@ -75,7 +80,7 @@ class ColumnSpec(AttentionSpec):
 
     @property
     def prefix_cacheable(self) -> bool:
-        return False
+        return True
 
 
 def _window(layer: str, spec: KVCacheSpec) -> int | None:
@@ -119,6 +124,10 @@ def column_specs(
     options = ColumnOptions.of(vllm_config)
     compact = vllm_config.device_config.device_type == "cpu"
     capacity = vllm_config.model_config.max_model_len
+    retained = (
+        options.retained_columns(scheduler.max_num_seqs) if cache.enable_prefix_caching else 0
+    )
+    user_block = cache.block_size if cache.user_specified_block_size else None
     groups: dict[tuple[int | None, int, int, str], list[str]] = {}
     for layer, spec in specs.items():
         window = _window(layer, spec)
@@ -128,7 +137,7 @@ def column_specs(
         key = (window, spec.num_kv_heads, spec.head_size, dtype)
         groups.setdefault(key, []).append(layer)
     config = CacheConfig(
-        max_seqs=scheduler.max_num_seqs,
+        max_seqs=scheduler.max_num_seqs + retained,
         capacity=capacity,
         max_write=min(scheduler.max_num_batched_tokens, capacity),
         groups=tuple(
@@ -146,7 +155,7 @@ def column_specs(
         page_size=options.page_size,
         budget_bytes=UNBOUNDED,
         ahead_rows=options.ahead_rows,
-        growth_rows=cache.block_size if cache.user_specified_block_size else 1,
+        growth_rows=user_block or 1,
         ring_tile=1 if compact else RING_TILE,
     )
     geometry = CacheGeometry.of(config)
@@ -160,6 +169,7 @@ def column_specs(
             cache=config,
             rows=region.rows,
             window=region.policy.window,
+            block_tokens=user_block or BLOCK_TOKENS,
             compact=compact,
         )
         for region in geometry.regions

@@ -2,7 +2,7 @@
 
 Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "runs":
 [{"prompts": [token ids], "params": sampling parameters, "abort_after": tokens or absent,
-"one_by_one": true or absent}]}. One process holds scheduler and worker, so that a fault can be
+"one_by_one": true or absent}, or {"chats": [[token ids of each turn]], "params": ..}]}. One process holds scheduler and worker, so that a fault can be
 planted in both and the store be read at every step; with tensor parallelism the workers are
 processes of their own.
 """
@@ -193,6 +193,22 @@ def generate_and_abort(llm: Any, prompts: list[Any], params: Any, after: int) ->
     return [done[key] for key in sorted(done, key=int)]
 
 
+def chat(llm: Any, chats: list[list[list[int]]], params: Any) -> list[Any]:
+    """Turn by turn, all conversations at once; each turn goes on from the answer to the last."""
+    told: list[list[int]] = [[] for _ in chats]
+    results = []
+    for turn in range(max(map(len, chats))):
+        going = [i for i, turns in enumerate(chats) if turn < len(turns)]
+        for i in going:
+            told[i] += chats[i][turn]
+        prompts = [{"prompt_token_ids": told[i]} for i in going]
+        answers = llm.generate(prompts, params, use_tqdm=False)
+        for i, answer in zip(going, answers, strict=True):
+            told[i] += answer.outputs[0].token_ids
+        results += answers
+    return results
+
+
 def main(path: Path) -> None:
     job = json.loads(path.read_text())
     if job.get("fault"):
@@ -207,8 +223,10 @@ def main(path: Path) -> None:
     runs = []
     for run in job["runs"]:
         params = SamplingParams(detokenize=False, **run["params"])
-        prompts = [{"prompt_token_ids": ids} for ids in run["prompts"]]
-        if "abort_after" in run:
+        prompts = [{"prompt_token_ids": ids} for ids in run.get("prompts", ())]
+        if "chats" in run:
+            results = chat(llm, run["chats"], params)
+        elif "abort_after" in run:
             results = generate_and_abort(llm, prompts, params, run["abort_after"])
         elif run.get("one_by_one"):
             results = [llm.generate(one, params, use_tqdm=False)[0] for one in prompts]
@@ -230,6 +248,8 @@ def main(path: Path) -> None:
         "impl": type(next(iter(layers.values())).impl).__name__ if layers else None,
         "preemptions": metrics["vllm:num_preemptions"],
         "kv_cache_usage": metrics["vllm:kv_cache_usage_perc"],
+        "prefix_queries": metrics["vllm:prefix_cache_queries"],
+        "prefix_hits": metrics["vllm:prefix_cache_hits"],
         "stats": llm.collective_rpc("kv_columns_stats")[0] if columns else None,
         "log": log,
     }

@@ -1,0 +1,359 @@
+"""Every column on the scheduler's side: whose it is, what it holds, which pages are under it.
+
+A column is a request's, or retained for what it holds, or free. The pages mirror what the workers'
+stores do: a clone shares whole pages of flat layers and has all others for itself.
+"""
+
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from vllm_kv_columns.kv_manager.geometry import CacheGeometry, RegionGeometry
+from vllm_kv_columns.plugin.commands import Clone, Command, Release, Rewind
+from vllm_kv_columns.plugin.prefix_index import PrefixIndex
+
+if TYPE_CHECKING:
+    from vllm_kv_columns.plugin.page_pool import PagePool
+
+__all__ = ["Column", "ColumnTable", "FreeColumns", "Hit"]
+
+
+class FreeColumns:
+    """Columns 1 .. count that hold nothing; handed out lowest first, or first given first."""
+
+    def __init__(self, count: int, lowest_first: bool) -> None:
+        self._lowest_first = lowest_first
+        self._free = deque(range(1, count + 1))
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        return self._free.popleft()
+
+    def give(self, column: int) -> None:
+        if self._lowest_first:
+            insort(self._free, column)
+        else:
+            self._free.append(column)
+
+
+@dataclass(eq=False)
+class Column:
+    """A column that holds something, or is about to.
+
+    Attributes:
+        number: as workers know it, from 1.
+        pages: of each region in order, the pages under its rows.
+        hashes: of the blocks of tokens that it holds since an earlier step.
+        high: positions 0 .. high-1 may have been written.
+        request: whose it is; None: retained.
+    """
+
+    number: int
+    pages: list[list[KVCacheBlock]]
+    hashes: list[bytes] = field(default_factory=list)
+    high: int = 0
+    request: str | None = None
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What of a prompt is there already.
+
+    Attributes:
+        source: the column that holds it; None if nothing is there.
+        blocks: of tokens, that `source` holds and every layer can go on from.
+        coming: blocks that columns will hold after the step that is being planned.
+    """
+
+    source: Column | None
+    blocks: int
+    coming: int
+
+
+class ColumnTable:
+    """Columns of requests, retained columns, and the pages under both.
+
+    Args:
+        geometry: of the cache.
+        block_tokens: tokens of a hashed block.
+        lowest_first: see `FreeColumns`.
+
+    Attributes:
+        commands: for the workers, since they were last taken.
+        retained_pages: pages that no request's column has.
+    """
+
+    pool: "PagePool"
+
+    def __init__(self, geometry: CacheGeometry, block_tokens: int, lowest_first: bool) -> None:
+        self.geometry = geometry
+        self.block_tokens = block_tokens
+        self.commands: list[Command] = []
+        self.retained_pages = 0
+        self._free = FreeColumns(geometry.max_seqs, lowest_first)
+        self._by_request: dict[str, Column] = {}
+        self._retained: OrderedDict[int, Column] = OrderedDict()  # least recently used first
+        self._columns: dict[int, Column] = {}
+        self._index = PrefixIndex()
+        # Of the step that is being planned: blocks that its columns come to hold.
+        self._coming: dict[Column, list[bytes]] = {}
+        self._coming_hashes: set[bytes] = set()
+        self._users: dict[int, int] = {}  # page -> how many requests' columns have it, if any do
+
+    def of(self, request: str) -> Column | None:
+        return self._by_request.get(request)
+
+    def can_take(self) -> bool:
+        """Whether a column can be had for one more request."""
+        return bool(self._free) or bool(self._retained)
+
+    def take_commands(self) -> list[Command]:
+        commands, self.commands = self.commands, []
+        return commands
+
+    # What a prompt finds.
+
+    def find(self, hashes: Sequence[bytes], max_tokens: int) -> Hit:
+        """The longest prefix of a prompt, of at most `max_tokens`, that a column can lend.
+
+        A ring holds what the next token looks back at only down to its floor, so that of columns
+        with rings a shorter prefix may be all that serves.
+        """
+        most = min(len(hashes), max_tokens // self.block_tokens)
+        coming = self._index.longest(hashes, most, self._coming_hashes.__contains__)
+        for blocks in range(self._index.longest(hashes, most), 0, -1):
+            source = self._lender(hashes, blocks)
+            if source is not None:
+                return Hit(source, blocks, coming)
+        return Hit(None, 0, coming)
+
+    def _lender(self, hashes: Sequence[bytes], blocks: int) -> Column | None:
+        """A column with those blocks, at best one that is retained and ends there."""
+        best = None
+        for number in self._index.columns(hashes, blocks):
+            column = self._columns[number]
+            if self.geometry.floor(column.high) > blocks * self.block_tokens:
+                continue
+            if column.request is None and len(column.hashes) == blocks:
+                return column
+            best = best or column
+        return best
+
+    # What a request costs.
+
+    def pages_missing(self, column: Column, tokens: int) -> int:
+        """Pages that the column lacks for so many tokens."""
+        return sum(
+            max(region.pages_for(tokens) - len(pages), 0)
+            for region, pages in zip(self.geometry.regions, column.pages, strict=True)
+        )
+
+    def cost(self, hit: Hit, tokens: int) -> int:
+        """Pages that a new request of so many tokens takes from those that count as free."""
+        if hit.source is None:
+            return self.geometry.pages_for(tokens)
+        kept = self._kept(hit) if self._goes_on(hit) else self._shared(hit)
+        missing = sum(
+            max(region.pages_for(tokens) - len(pages), 0)
+            for region, pages in zip(self.geometry.regions, kept, strict=True)
+        )
+        return missing + sum(page.block_id not in self._users for pages in kept for page in pages)
+
+    def _goes_on(self, hit: Hit) -> bool:
+        """Whether the request takes the column over, and not a clone of it.
+
+        It does where nothing is lost by it, and where there is no other column.
+        """
+        source = hit.source
+        assert source is not None
+        if source.request is not None:
+            return False
+        others = bool(self._free) or len(self._retained) > 1
+        return len(source.hashes) == hit.blocks or not others
+
+    def _kept(self, hit: Hit) -> list[list[KVCacheBlock]]:
+        """Pages that stay when the column goes back to the hit's end, for each region.
+
+        A page that will be written is not among them if another column has it as well: that one
+        keeps it, and this one gets a copy.
+        """
+        assert hit.source is not None
+        tokens = hit.blocks * self.block_tokens
+        kept = []
+        for region, pages in zip(self.geometry.regions, hit.source.pages, strict=True):
+            whole = self._whole_pages(region, tokens)
+            stay = pages[: region.pages_of_rows(tokens)]
+            kept.append(stay[:whole] + [page for page in stay[whole:] if page.ref_cnt == 1])
+        return kept
+
+    def _shared(self, hit: Hit) -> list[list[KVCacheBlock]]:
+        """Pages that a clone has in common with its source, for each region."""
+        assert hit.source is not None
+        tokens = hit.blocks * self.block_tokens
+        return [
+            pages[: self._whole_pages(region, tokens)]
+            for region, pages in zip(self.geometry.regions, hit.source.pages, strict=True)
+        ]
+
+    @staticmethod
+    def _whole_pages(region: RegionGeometry, tokens: int) -> int:
+        """Pages that lie wholly below a flat column's length; rings are written everywhere."""
+        if region.policy.window is not None:
+            return 0
+        return tokens * region.row_bytes // region.page_size
+
+    # What happens to columns.
+
+    def begin(self, request: str, hit: Hit) -> Column:
+        """Give the request a column that holds what was hit; pages for the rest come later."""
+        assert request not in self._by_request
+        if hit.source is None:
+            column = self._new()
+        elif self._goes_on(hit):
+            column = self._go_on(hit)
+        else:
+            column = self._clone(hit)
+        column.request = request
+        self._by_request[request] = column
+        return column
+
+    def _new(self) -> Column:
+        if not self._free:
+            self.evict()
+        column = Column(self._free.take(), [[] for _ in self.geometry.regions])
+        self._columns[column.number] = column
+        return column
+
+    def _go_on(self, hit: Hit) -> Column:
+        column = hit.source
+        assert column is not None
+        tokens = hit.blocks * self.block_tokens
+        del self._retained[column.number]
+        self._forget_blocks(column, hit.blocks)
+        kept = self._kept(hit)
+        self._use(page for pages in kept for page in pages)
+        dropped = []
+        for pages, stay in zip(column.pages, kept, strict=True):
+            staying = {page.block_id for page in stay}
+            dropped += [page for page in pages if page.block_id not in staying]
+        self._drop(dropped)
+        column.pages = kept
+        column.high = self.geometry.high_after_rewind(column.high, tokens)
+        self.commands.append(Rewind(column.number, tokens))
+        return column
+
+    def _clone(self, hit: Hit) -> Column:
+        source = hit.source
+        assert source is not None
+        tokens = hit.blocks * self.block_tokens
+        if source.request is None:
+            self._retained.move_to_end(source.number)  # used just now
+        shared = self._shared(hit)
+        self._use(page for pages in shared for page in pages)
+        for pages in shared:
+            self.pool.touch(pages)
+        column = self._new()
+        column.pages = shared
+        column.hashes = source.hashes[: hit.blocks]
+        self._index.add(column.number, column.hashes)
+        column.high = self.geometry.high_after_rewind(source.high, tokens)
+        self.commands.append(Clone(source.number, column.number, tokens))
+        return column
+
+    def grow(self, column: Column, tokens: int) -> None:
+        """Put pages under a request's column for so many tokens."""
+        for region, pages in zip(self.geometry.regions, column.pages, strict=True):
+            missing = region.pages_for(tokens) - len(pages)
+            if missing > 0:
+                new = self.pool.get_new_blocks(missing)
+                self._users.update((page.block_id, 1) for page in new)
+                pages += new
+        column.high = max(column.high, tokens)
+
+    def will_hold(self, column: Column, hashes: Sequence[bytes], tokens: int) -> None:
+        """After the step that is being planned the column holds these tokens of its request."""
+        coming = self._coming.get(column)
+        known = len(column.hashes) + (len(coming) if coming else 0)
+        blocks = min(tokens // self.block_tokens, len(hashes))
+        if blocks > known:
+            new = hashes[known:blocks]
+            self._coming.setdefault(column, []).extend(new)
+            self._coming_hashes.update(new)
+
+    def next_step(self) -> None:
+        """The step that was planned is on its way, and what it writes can be lent."""
+        for column, hashes in self._coming.items():
+            self._index.add(column.number, hashes)
+            column.hashes += hashes
+        self._coming.clear()
+        self._coming_hashes.clear()
+
+    def end(self, request: str, retain: bool) -> None:
+        """The request is done with its column."""
+        column = self._by_request.pop(request, None)
+        if column is None:
+            return
+        column.request = None
+        self._unuse(page for pages in column.pages for page in pages)
+        if retain and (column.hashes or column in self._coming):
+            self._retained[column.number] = column
+        else:
+            self._release(column)
+
+    def lose(self, request: str) -> None:
+        """What the request's column holds is gone; nothing may be lent from it any more."""
+        column = self._by_request.get(request)
+        if column is not None:
+            self._forget_blocks(column, 0)
+            self._coming.pop(column, None)
+
+    def evict(self) -> bool:
+        """Free the retained column that was used longest ago; False if there is none."""
+        if not self._retained:
+            return False
+        _, column = self._retained.popitem(last=False)
+        self._release(column)
+        return True
+
+    def _release(self, column: Column) -> None:
+        self._coming.pop(column, None)
+        self._forget_blocks(column, 0)
+        self._drop([page for pages in column.pages for page in pages])
+        del self._columns[column.number]
+        self._free.give(column.number)
+        self.commands.append(Release(column.number))
+
+    def _forget_blocks(self, column: Column, keep: int) -> None:
+        self._index.remove(column.number, column.hashes[keep:])
+        del column.hashes[keep:]
+
+    # Which pages requests have.
+
+    def _use(self, pages: Iterable[KVCacheBlock]) -> None:
+        """One more request's column has the pages, that some column had already."""
+        for page in pages:
+            users = self._users.get(page.block_id, 0)
+            self._users[page.block_id] = users + 1
+            if not users:
+                self.retained_pages -= 1
+
+    def _unuse(self, pages: Iterable[KVCacheBlock]) -> None:
+        """One request's column less has the pages."""
+        for page in pages:
+            self._users[page.block_id] -= 1
+            if not self._users[page.block_id]:
+                del self._users[page.block_id]
+                self.retained_pages += 1
+
+    def _drop(self, pages: Sequence[KVCacheBlock]) -> None:
+        """A column that is no request's gives the pages up."""
+        self.retained_pages -= sum(
+            page.ref_cnt == 1 and page.block_id not in self._users for page in pages
+        )
+        self.pool.free_blocks(reversed(pages))

@@ -1,0 +1,53 @@
+"""vLLM's block pool, where a block is a page of the budget and only counted."""
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+if TYPE_CHECKING:
+    from vllm_kv_columns.plugin.column_table import ColumnTable
+
+__all__ = ["PagePool"]
+
+logger = init_logger("vllm.plugins.kv_columns")
+
+
+class PagePool(BlockPool):
+    """Pages that only retained columns have count as free and are taken when they are needed.
+
+    vLLM makes the pool and gives it to the manager, which turns it into one of these.
+    """
+
+    table: "ColumnTable"
+
+    @classmethod
+    def take_over(cls, pool: BlockPool, table: "ColumnTable") -> "PagePool":
+        pool.__class__ = cls
+        assert isinstance(pool, cls)
+        pool.table = table
+        return pool
+
+    def get_num_free_blocks(self) -> int:
+        """Pages that nobody has, and those that only retained columns have."""
+        return self.unused_pages + self.table.retained_pages
+
+    @property
+    def unused_pages(self) -> int:
+        """Pages that nobody has."""
+        return self.free_block_queue.num_free_blocks
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take pages; retained columns give way, the one that was used longest ago first."""
+        while self.unused_pages < num_blocks and self.table.evict():
+            pass
+        return super().get_new_blocks(num_blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what retained columns hold; refused while a request has pages, as by vLLM."""
+        if not super().reset_prefix_cache():
+            return False
+        while self.table.evict():
+            pass
+        return True
