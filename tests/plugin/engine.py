@@ -2,9 +2,9 @@
 
 Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "runs":
 [{"prompts": [token ids], "params": sampling parameters, "abort_after": tokens or absent,
-"one_by_one": true or absent}, or {"chats": [[token ids of each turn]], "params": ..}]}. One process holds scheduler and worker, so that a fault can be
-planted in both and the store be read at every step; with tensor parallelism the workers are
-processes of their own.
+"one_by_one": true or absent}, or {"chats": [[token ids of each turn]], "params": the same}]}. One
+process holds scheduler and worker, so that a fault can be planted in both and the store be read at
+every step; with tensor parallelism the workers are processes of their own.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """The worker's side of a step: columns bound, grown, given back, refused for want of memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from vllm_kv_columns.kv_manager import (
     StoreFullError,
 )
 from vllm_kv_columns.plugin.column_driver import REPORT_STEPS, ColumnDriver
+from vllm_kv_columns.plugin.commands import Clone, Command, Release, Rewind, attach_commands
 from vllm_kv_columns.plugin.report import MemoryReport, attach_report, report_of
 from vllm_kv_columns.plugin.step_times import StepTimes
 
@@ -39,10 +40,11 @@ def plan(
     running: dict[str, int] | None = None,
     finished: set[str] | None = None,
     preempted: set[str] | None = None,
+    commands: Sequence[Command] = (),
 ) -> Any:
     """A scheduler's output: new requests with their columns, running ones with their lengths."""
     running = running or {}
-    return SimpleNamespace(
+    made = SimpleNamespace(
         finished_req_ids=finished or set(),
         preempted_req_ids=preempted,
         scheduled_new_reqs=[
@@ -57,13 +59,15 @@ def plan(
         num_scheduled_tokens=tokens,
         total_num_scheduled_tokens=sum(tokens.values()),
     )
+    attach_commands(made, commands)
+    return made
 
 
 def test_pages_follow_the_plan(store: HostStore) -> None:
     driver = ColumnDriver(store)
     driver.prepare(plan({"a": 8, "b": 9}, new={"a": 1, "b": 2}))
     assert store.committed_pages == 1 + 1 + 2
-    driver.prepare(plan({"a": 1}, running={"a": 8}, finished={"b"}))
+    driver.prepare(plan({"a": 1}, running={"a": 8}, finished={"b"}, commands=[Release(2)]))
     assert store.committed_pages == 1 + 2
     assert driver.report is None and driver.peak_pages == 4
 
@@ -102,6 +106,63 @@ def test_a_refusal_is_told_once_and_lasts_until_the_plan_says_preempted(store: H
     driver.prepare(plan({"a": 9}, new={"a": 4}, preempted={"a"}))
     assert not driver.refused
     assert store.committed_pages == 3
+
+
+def test_a_clone_goes_on_from_what_its_source_holds(store: HostStore) -> None:
+    driver = ColumnDriver(store)
+    view = store.layer_view("layer")
+    driver.prepare(plan({"a": 20}, new={"a": 1}))
+    view[:20, 1] = 1.0
+    more = plan({"a": 1, "b": 4}, running={"a": 20}, commands=[Clone(1, 2, 12)], new={"b": 2})
+    more.scheduled_new_reqs[0].num_computed_tokens = 12
+    driver.prepare(more)
+    view[12:16, 2] = 2.0
+    assert (view[:20, 1] == 1).all() and (view[:12, 2] == 1).all()
+    assert store.committed_pages == 1 + 3 + 1  # the first page of 8 rows is in both columns
+    driver.prepare(plan({}, finished={"a", "b"}, commands=[Release(1), Release(2)]))
+    assert store.committed_pages == 1
+
+
+def test_a_column_that_changes_hands_goes_back_to_what_it_lends(store: HostStore) -> None:
+    driver = ColumnDriver(store)
+    view = store.layer_view("layer")
+    driver.prepare(plan({"a": 20}, new={"a": 1}))
+    view[:20, 1] = 1.0
+    more = plan({"b": 1}, finished={"a"}, commands=[Rewind(1, 8)], new={"b": 1})
+    more.scheduled_new_reqs[0].num_computed_tokens = 8
+    driver.prepare(more)
+    assert (view[:8, 1] == 1).all() and not view[16:20, 1].any()
+    assert store.committed_pages == 1 + 2
+
+
+def test_what_a_refused_column_was_to_lend_is_refused_too(store: HostStore) -> None:
+    """The scheduler lends from a column before it hears that the column is gone."""
+    store.limit_pages = 3
+    driver = ColumnDriver(store)
+    driver.prepare(plan({"a": 8, "b": 8}, new={"a": 1, "b": 2}))
+    driver.prepare(plan({"a": 1, "b": 0}, running={"a": 8, "b": 8}))
+    assert driver.refused == {"a"}
+    clones = [Clone(1, 3, 4), Clone(3, 4, 4)]
+    driver.prepare(plan({"c": 1, "d": 1}, commands=clones, new={"c": 3, "d": 4}))
+    assert driver.refused == {"a", "c", "d"}
+    assert driver.report is not None and driver.report.refused == ("c", "d")
+    ended = [Release(1), Release(3), Release(4)]
+    driver.prepare(plan({"e": 8}, preempted={"a", "c", "d"}, commands=ended, new={"e": 3}))
+    assert not driver.refused
+
+
+def test_a_clone_that_gets_no_memory_is_refused(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: int) -> None:
+        raise StoreFullError("taken by somebody else", 1)
+
+    driver = ColumnDriver(store)
+    driver.prepare(plan({"a": 8}, new={"a": 1}))
+    monkeypatch.setattr(store, "clone", full)
+    driver.prepare(plan({"a": 1, "b": 1}, {"b": 2}, {"a": 8}, commands=[Clone(1, 2, 4)]))
+    assert driver.refused == {"b"}
+    assert driver.report is not None and driver.report.refused == ("b",)
 
 
 class SharedHostStore(HostStore):

@@ -26,10 +26,15 @@ def configure(model: Path, **arguments: Any) -> VllmConfig:
     ).create_engine_config()
 
 
-def test_the_switch_selects_the_worker_and_turns_prefix_reuse_off(mistral_like: Path) -> None:
-    config = configure(mistral_like, enable_prefix_caching=True)
+def test_the_switch_selects_worker_and_scheduler(
+    mistral_like: Path,
+) -> None:
+    config = configure(mistral_like)
     assert config.parallel_config.worker_cls == patches.WORKERS["cpu"][1]
-    assert not config.cache_config.enable_prefix_caching
+    assert config.cache_config.enable_prefix_caching
+    assert not configure(
+        mistral_like, enable_prefix_caching=False
+    ).cache_config.enable_prefix_caching
     asynchronous = bool(config.scheduler_config.async_scheduling)
     assert config.scheduler_config.scheduler_cls == patches.SCHEDULERS[asynchronous]
 
@@ -72,7 +77,7 @@ def test_without_the_switch_the_configuration_is_stock(mistral_like: Path) -> No
         (
             {"additional_config": {"kv_columns": {"pages": 1}}},
             "Unknown option 'pages' in kv_columns; known options: store, kernel, page_size, "
-            "ahead_rows, spare_bytes, layers_per_region.",
+            "ahead_rows, spare_bytes, layers_per_region, retained.",
         ),
         (
             {"additional_config": {"kv_columns": {"store": "tape"}}},

@@ -1,0 +1,393 @@
+"""Columns under a scheduler's traces, on a store with real bytes, against what a prompt must find.
+
+Each row is filled with a number that stands for all tokens up to its own. So a row that was lent
+wrongly, overwritten or lost is seen as soon as a request or a retained column should have it.
+"""
+
+import zlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from vllm.v1.core.block_pool import BlockPool
+
+from vllm_kv_columns.kv_manager import (
+    CacheConfig,
+    CacheGeometry,
+    FlatPolicy,
+    HostStore,
+    LayerGroup,
+    RingPolicy,
+    StoreError,
+)
+from vllm_kv_columns.kv_manager.stores.region import HostRegion
+from vllm_kv_columns.plugin.column_driver import ColumnDriver
+from vllm_kv_columns.plugin.column_manager import ColumnManager
+from vllm_kv_columns.plugin.column_table import Column, ColumnTable
+from vllm_kv_columns.plugin.commands import attach_commands
+from vllm_kv_columns.plugin.spec import ColumnSpec
+
+PAGE, CAPACITY, MAX_WRITE, BLOCK, WINDOW = 4096, 96, 12, 4, 7
+BUDGET, COLUMNS, MOST_RUNNING = 60, 6, 4
+FLAT, RING = "flat", "ring"  # 512 and 1024 bytes a row, of float32: 8 and 4 rows a page
+
+
+def number(tokens: list[int]) -> float:
+    return float(zlib.crc32(bytes(tokens)) % (1 << 22))
+
+
+class Request:
+    def __init__(self, name: str, tokens: list[int]) -> None:
+        self.request_id, self.tokens, self.computed = name, list(tokens), 0
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return [
+            bytes(self.tokens[: end + BLOCK])
+            for end in range(0, len(self.tokens) - BLOCK + 1, BLOCK)
+        ]
+
+
+class Serving(RuleBasedStateMachine):
+    groups: tuple[LayerGroup, ...] = (LayerGroup("flat", (FLAT,), FlatPolicy(), 1, 64, "float32"),)
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = CacheConfig(
+            max_seqs=COLUMNS,
+            capacity=CAPACITY,
+            max_write=MAX_WRITE,
+            groups=self.groups,
+            page_size=PAGE,
+            budget_bytes=1 << 30,
+        )
+        self.geometry = CacheGeometry.of(config)
+        spec = ColumnSpec(
+            block_size=128,
+            num_kv_heads=1,
+            head_size=64,
+            dtype=torch.float32,
+            cache=config,
+            rows=CAPACITY,
+            window=None,
+            block_tokens=BLOCK,
+            compact=True,
+        )
+        self.pool = BlockPool(BUDGET + 1, enable_caching=True, hash_block_size=128)
+        self.manager = ColumnManager(
+            spec,
+            block_pool=self.pool,
+            enable_caching=True,
+            kv_cache_group_id=0,
+            scheduler_block_size=128,
+        )
+        self.table = self.manager.table
+        self.store = HostStore(self.geometry)
+        self.store.limit_pages = BUDGET + self.geometry.scratch_pages
+        self.driver = ColumnDriver(self.store)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.ended: set[str] = set()
+        self.preempted: set[str] = set()
+        self.held: dict[int, list[int]] = {}  # column -> tokens whose rows were written
+        self.names = 0
+        self.hits = 0
+
+    def teardown(self) -> None:
+        for request in self.running:
+            self.manager.free(request.request_id)
+        assert self.pool.reset_prefix_cache()
+        assert self.table.retained_pages == 0 and self.pool.unused_pages == BUDGET
+        plan = self._plan({}, {}, {})
+        self.driver.prepare(plan)
+        assert self.store.committed_pages == self.geometry.scratch_pages
+        self.store.close()
+
+    # What happens.
+
+    @rule(
+        cut=st.integers(0, 90),
+        more=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+        data=st.data(),
+    )
+    def ask(self, cut: int, more: list[int], data: st.DataObject) -> None:
+        """A prompt that begins as something that was told before, up to any point."""
+        told = sorted((bytes(tokens) for tokens in self.held.values()), key=len)
+        base = list(data.draw(st.sampled_from(told))) if told else []
+        tokens = (base[:cut] + more)[: CAPACITY - 1]
+        self.waiting.append(Request(str(self.names), tokens))
+        self.names += 1
+
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(chunk=st.integers(1, MAX_WRITE), answer=st.integers(0, 2))
+    def step(self, chunk: int, answer: int) -> None:
+        """What vLLM's scheduler does: running requests first, then as many waiting ones as fit."""
+        self.manager.new_step_starts()
+        scheduled: dict[str, int] = {}
+        for request in list(self.running):
+            if request not in self.running:
+                continue
+            count = min(chunk, len(request.tokens) - request.computed)
+            while not self._grow(request, request.computed + count, ()):
+                last = self.running[-1]
+                self._preempt(last)
+                scheduled.pop(last.request_id, None)
+                if last is request:
+                    break
+            else:
+                scheduled[request.request_id] = count
+        old = {one.request_id: one.computed for one in self.running}
+        new: dict[str, Request] = {}
+        while self.waiting and len(self.running) < MOST_RUNNING and not self.preempted:
+            request = self.waiting[0]
+            (blocks,), found = self.manager.find_longest_cache_hit(
+                request.block_hashes, len(request.tokens) - 1
+            )
+            self._check_found(request, found)
+            count = min(chunk, len(request.tokens) - found)
+            if not self._grow(request, found + count, blocks):
+                break
+            self.hits += found
+            request.computed = found
+            scheduled[request.request_id] = count
+            new[request.request_id] = request
+            self.running.append(self.waiting.pop(0))
+        self.driver.prepare(self._plan(scheduled, new, old))
+        assert self.driver.report is None
+        self._write(scheduled)
+        self.driver.grow_ahead()
+        for request in self.running:
+            request.computed += scheduled[request.request_id]
+            if request.computed == len(request.tokens):
+                if len(request.tokens) == CAPACITY:
+                    self._end(request)
+                else:
+                    request.tokens.append(answer)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self._end(data.draw(st.sampled_from(self.running)))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self._preempt(data.draw(st.sampled_from(self.running)))
+
+    @rule()
+    def evict(self) -> None:
+        self.table.evict()
+
+    # How.
+
+    def _grow(self, request: Request, tokens: int, blocks: Any) -> bool:
+        name = request.request_id
+        missing = self.manager.get_num_blocks_to_allocate(name, tokens, blocks)
+        if missing > self.pool.get_num_free_blocks():
+            return False
+        if blocks:
+            self.manager.add_local_computed_blocks(name, blocks, 0, 0)
+        free = self.pool.get_num_free_blocks()
+        self.manager.allocate_new_blocks(name, tokens, tokens)
+        assert blocks or free - self.pool.get_num_free_blocks() == missing
+        self.manager.cache_blocks(request, min(tokens, len(request.tokens)))  # type: ignore[arg-type]
+        return True
+
+    def _end(self, request: Request) -> None:
+        self.running.remove(request)
+        self.manager.free(request.request_id)
+        self.ended.add(request.request_id)
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.manager.free(request.request_id)
+        self.preempted.add(request.request_id)
+        request.computed = 0
+        self.waiting.insert(0, request)
+
+    def _plan(self, scheduled: dict[str, int], new: dict[str, Request], old: dict[str, int]) -> Any:
+        cached = [name for name in scheduled if name not in new]
+        plan = SimpleNamespace(
+            finished_req_ids=self.ended,
+            preempted_req_ids=self.preempted,
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=name, block_ids=([self._column(name)],), num_computed_tokens=one.computed
+                )
+                for name, one in new.items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=cached,
+                new_block_ids=[None] * len(cached),
+                num_computed_tokens=[old[name] for name in cached],
+            ),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+        )
+        attach_commands(plan, self.table.take_commands())
+        self.ended, self.preempted = set(), set()
+        return plan
+
+    def _column(self, name: str) -> int:
+        ((block,),) = ([self.manager.req_to_blocks[name]],)
+        return block[0].block_id
+
+    def _write(self, scheduled: dict[str, int]) -> None:
+        for request in self.running:
+            column, begin = self._column(request.request_id), request.computed
+            end = begin + scheduled[request.request_id]
+            self.held[column] = request.tokens[:end]
+            for group in self.groups:
+                view = self.store.layer_view(group.layers[0])
+                for at in range(begin, end):
+                    view[at % view.shape[0], column] = number(request.tokens[: at + 1])
+
+    def _check_found(self, request: Request, found: int) -> None:
+        """With flat layers alone nothing that could be lent is missed."""
+        assert found < len(request.tokens) and found % BLOCK == 0
+        if len(self.groups) > 1:
+            return
+        best = 0
+        for column in self._columns():
+            for blocks in range(len(column.hashes), 0, -1):
+                if column.hashes[:blocks] == request.block_hashes[:blocks]:
+                    best = max(best, blocks)
+                    break
+        assert found == min(best, (len(request.tokens) - 1) // BLOCK) * BLOCK
+
+    def _columns(self) -> list[Column]:
+        return list(self.table._columns.values())
+
+    # What must hold.
+
+    @invariant()
+    def rows_are_what_their_tokens_say(self) -> None:
+        for request in self.running:
+            self._check_rows(self._column(request.request_id), request.tokens, request.computed)
+
+    @invariant()
+    def what_is_to_be_lent_is_there(self) -> None:
+        commands = {command.column for command in self.table.commands}
+        for column in self._columns():
+            if column.hashes and column.number not in commands:
+                tokens = list(column.hashes[-1])
+                if self.geometry.floor(column.high) <= len(tokens):
+                    self._check_rows(column.number, tokens, len(tokens))
+
+    def _check_rows(self, column: int, tokens: list[int], length: int) -> None:
+        for group in self.groups:
+            view = self.store.layer_view(group.layers[0])
+            window = group.policy.window
+            for at in range(0 if window is None else max(0, length - window + 1), length):
+                row = view[at % view.shape[0], column]
+                assert (row == number(tokens[: at + 1])).all(), (group.name, column, at)
+
+    @invariant()
+    def pages_are_counted(self) -> None:
+        columns = self._columns()
+        used = {p.block_id for c in columns if c.request for pages in c.pages for p in pages}
+        all_pages = {p.block_id for c in columns for pages in c.pages for p in pages}
+        assert self.table.retained_pages == len(all_pages - used)
+        assert self.pool.unused_pages == BUDGET - len(all_pages)
+        for page in (p for c in columns for pages in c.pages for p in pages):
+            assert page.ref_cnt == sum(page in pages for c in columns for pages in c.pages)
+        if not self.table.commands:
+            assert self.store.committed_pages - self.geometry.scratch_pages <= len(all_pages)
+
+
+class RingServing(Serving):
+    groups = (
+        LayerGroup("flat", (FLAT,), FlatPolicy(), 1, 64, "float32"),
+        LayerGroup("ring", (RING,), RingPolicy(WINDOW), 2, 64, "float32"),
+    )
+
+
+SETTINGS = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestServing = Serving.TestCase
+TestServing.settings = SETTINGS
+TestRingServing = RingServing.TestCase
+TestRingServing.settings = SETTINGS
+
+
+def test_the_hits_of_a_trace() -> None:
+    """A prompt, the same again, one that branches off inside, one that goes on."""
+    serving = Serving()
+    prompt = [i % 3 for i in range(40)]
+
+    def serve(tokens: list[int]) -> int:
+        before = serving.hits
+        request = Request(str(serving.names), tokens)
+        serving.names += 1
+        serving.waiting.append(request)
+        while request.computed < len(tokens):
+            serving.step(MAX_WRITE, 0)
+        serving._end(request)
+        return serving.hits - before
+
+    try:
+        assert serve(prompt) == 0
+        assert serve(prompt) == 36
+        assert serve([*prompt[:22], 2, 2, 2]) == 20
+        assert serve([*prompt, 1, 1]) == 40
+    finally:
+        serving.teardown()
+
+
+@pytest.mark.parametrize("machine", [Serving, RingServing])
+def test_samples_of_one_prompt_wait_for_the_first(machine: type[Serving]) -> None:
+    serving = machine()
+    for i in range(3):
+        serving.waiting.append(Request(str(i), [1] * MAX_WRITE))
+    serving.step(MAX_WRITE, 0)
+    assert [one.request_id for one in serving.running] == ["0"]
+    serving.step(MAX_WRITE, 0)
+    assert serving.hits == 2 * 8
+    serving.rows_are_what_their_tokens_say()
+    serving.teardown()
+
+
+FOUND = settings(SETTINGS, max_examples=400, database=None, phases=[Phase.generate])
+
+
+def break_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that other columns have is written in place."""
+    monkeypatch.setattr(HostRegion, "privatize", lambda *args: None)
+
+
+def break_ring_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring is taken for good at any length."""
+    monkeypatch.setattr(CacheGeometry, "floor", lambda self, high: 0)
+
+
+def break_page_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page at the end of a clone is counted as shared, though it gets a copy."""
+    monkeypatch.setattr(
+        ColumnTable,
+        "_whole_pages",
+        staticmethod(lambda region, tokens: -(-tokens * region.row_bytes // region.page_size)),
+    )
+
+
+@pytest.mark.parametrize("fault", [break_shared_pages, break_ring_floor, break_page_count])
+def test_control_the_machine_notices(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, StoreError)):
+        run_state_machine_as_test(RingServing, settings=FOUND)

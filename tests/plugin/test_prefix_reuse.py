@@ -1,0 +1,113 @@
+"""Prefix reuse under vLLM: the same tokens as without it, and hits as stock vLLM has them."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plugin.conftest import GREEDY, Job, Result, tokens
+
+RunEngine = Callable[..., Result]
+COLUMNS: Job = {"attention_backend": "SDPA_VARLEN", "enable_prefix_caching": True}
+PAGE = 256 * 1024
+PARAMS = {**GREEDY, "max_tokens": 20}
+
+
+def drawn(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(50, 500) for _ in range(count)]
+
+
+def traces() -> dict[str, Job]:
+    rng = random.Random(1)
+    system, root = drawn(rng, 100), drawn(rng, 70)
+    one = root + drawn(rng, 60)
+    two = one + drawn(rng, 50)
+    agent = [root, one, two, one + drawn(rng, 30), root + drawn(rng, 20), two + drawn(rng, 10)]
+    examples = drawn(rng, 150)
+    return {
+        "users of a system prompt": {
+            "prompts": [system + drawn(rng, rng.randrange(5, 40)) for _ in range(12)]
+        },
+        "chats": {
+            "chats": [[drawn(rng, rng.randrange(20, 60)) for _ in range(4)] for _ in range(5)]
+        },
+        "an agent that goes back": {"prompts": agent, "one_by_one": True},
+        "branches at once": {"prompts": agent},
+        "few-shot batch": {"prompts": [examples + drawn(rng, 7) for _ in range(6)]},
+        "samples of a prompt": {"prompts": [drawn(rng, 90)] * 4},
+        "an abort": {"prompts": [system + drawn(rng, 20) for _ in range(6)], "abort_after": 5},
+    }
+
+
+TRACES = traces()
+RUNS = [{**trace, "params": PARAMS} for trace in TRACES.values()]
+
+
+def llm(model: Path, **changes: Any) -> Job:
+    return {
+        "model": str(model),
+        "load_format": "dummy",
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 1 << 28,
+        "enable_prefix_caching": False,
+        **changes,
+    }
+
+
+def run(run_engine: RunEngine, job: Job, **more: Any) -> Result:
+    return run_engine(job, RUNS, weights="random", **more)
+
+
+def all_tokens(result: Result) -> dict[str, Any]:
+    return {name: tokens(result, i) for i, name in enumerate(TRACES)}
+
+
+CHANGES: dict[str, Job] = {
+    "defaults": {},
+    "few columns and small chunks, a step ahead": {
+        "max_num_seqs": 5,
+        "additional_config": {"kv_columns": {"retained": 1}},
+        "max_num_batched_tokens": 48,
+        "async_scheduling": True,
+    },
+    "a budget that few sequences fill": {"kv_cache_memory_bytes": 60 * PAGE},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_tokens_are_those_of_stock_without_reuse(
+    run_engine: RunEngine, gemma3_like: Path, changes: Job
+) -> None:
+    stock = run(run_engine, llm(gemma3_like), plugin=False)
+    assert stock["prefix_hits"] == 0
+    result = run(run_engine, llm(gemma3_like, **{**COLUMNS, **changes}))
+    assert result["prefix_hits"] > 0.5 * result["prefix_queries"]
+    assert result["kv_cache_usage"] == 0
+    assert all_tokens(result) == all_tokens(stock)
+
+
+def test_tokens_are_those_when_memory_is_taken_away(
+    run_engine: RunEngine, gemma3_like: Path
+) -> None:
+    stock = run(run_engine, llm(gemma3_like), plugin=False)
+    result = run(run_engine, llm(gemma3_like, **COLUMNS), fault="memory taken away for a while")
+    assert result["preemptions"] > 0
+    assert all_tokens(result) == all_tokens(stock)
+
+
+def test_hits_are_those_of_stock(run_engine: RunEngine, mistral_like: Path) -> None:
+    """Of a model without windows, with blocks of one size."""
+    flat = {"block_size": 32, "hf_overrides": {"sliding_window": None}}
+    stock, ours = (
+        run(run_engine, llm(mistral_like, **{**COLUMNS, **flat, **more}), plugin=plugin)
+        for more, plugin in (({"attention_backend": None}, False), ({}, True))
+    )
+    assert all_tokens(ours) == all_tokens(stock)
+    assert ours["prefix_queries"] == stock["prefix_queries"]
+    assert ours["prefix_hits"] == stock["prefix_hits"]
