@@ -101,6 +101,7 @@ class ColumnTable:
         self._retained: OrderedDict[int, Column] = OrderedDict()  # least recently used first
         self._columns: dict[int, Column] = {}
         self._index = PrefixIndex()
+        self._ends = PrefixIndex()  # of retained columns the last block alone
         # Of the step that is being planned: blocks that its columns come to hold.
         self._coming: dict[Column, list[bytes]] = {}
         self._coming_hashes: set[bytes] = set()
@@ -134,16 +135,16 @@ class ColumnTable:
         return Hit(None, 0, coming)
 
     def _lender(self, hashes: Sequence[bytes], blocks: int) -> Column | None:
-        """A column with those blocks, at best one that is retained and ends there."""
-        best = None
-        for number in self._index.columns(hashes, blocks):
-            column = self._columns[number]
-            if self.geometry.floor(column.high) > blocks * self.block_tokens:
-                continue
-            if column.request is None and len(column.hashes) == blocks:
-                return column
-            best = best or column
-        return best
+        """A column with those blocks: at best one that is retained and ends there, else the latest.
+
+        The latest may be a clone, and then its memory is cut where the prefix ends.
+        """
+        for index in (self._ends, self._index):
+            for number in index.latest(hashes[blocks - 1]):
+                column = self._columns[number]
+                if self.geometry.floor(column.high) <= blocks * self.block_tokens:
+                    return column
+        return None
 
     # What a request costs.
 
@@ -234,7 +235,7 @@ class ColumnTable:
         column = hit.source
         assert column is not None
         tokens = hit.blocks * self.block_tokens
-        del self._retained[column.number]
+        self._stop_retaining(column)
         self._forget_blocks(column, hit.blocks)
         kept = self._kept(hit)
         self._use(page for pages in kept for page in pages)
@@ -289,8 +290,13 @@ class ColumnTable:
     def next_step(self) -> None:
         """The step that was planned is on its way, and what it writes can be lent."""
         for column, hashes in self._coming.items():
+            retained = column.request is None
+            if retained:
+                self._ends.remove(column.number, column.hashes[-1:])
             self._index.add(column.number, hashes)
             column.hashes += hashes
+            if retained:
+                self._ends.add(column.number, column.hashes[-1:])
         self._coming.clear()
         self._coming_hashes.clear()
 
@@ -303,6 +309,7 @@ class ColumnTable:
         self._unuse(page for pages in column.pages for page in pages)
         if retain and (column.hashes or column in self._coming):
             self._retained[column.number] = column
+            self._ends.add(column.number, column.hashes[-1:])
         else:
             self._release(column)
 
@@ -317,9 +324,14 @@ class ColumnTable:
         """Free the retained column that was used longest ago; False if there is none."""
         if not self._retained:
             return False
-        _, column = self._retained.popitem(last=False)
+        column = next(iter(self._retained.values()))
+        self._stop_retaining(column)
         self._release(column)
         return True
+
+    def _stop_retaining(self, column: Column) -> None:
+        del self._retained[column.number]
+        self._ends.remove(column.number, column.hashes[-1:])
 
     def _release(self, column: Column) -> None:
         self._coming.pop(column, None)

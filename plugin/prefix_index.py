@@ -5,7 +5,7 @@ number of a prompt's blocks that some column has is found by bisection.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["PrefixIndex"]
 
@@ -32,9 +32,9 @@ class PrefixIndex:
             if not columns:
                 del self._columns[one]
 
-    def columns(self, hashes: Sequence[bytes], blocks: int) -> Iterable[int]:
-        """Columns that begin with the first `blocks` of a prompt's blocks."""
-        return self._columns.get(hashes[blocks - 1], ())
+    def latest(self, block: bytes) -> Iterator[int]:
+        """Columns that have the block, those that got it last first."""
+        return reversed(self._columns.get(block, {}))
 
     def longest(
         self, hashes: Sequence[bytes], most: int, also: Callable[[bytes], bool] | None = None

@@ -201,7 +201,7 @@ class Serving(RuleBasedStateMachine):
         free = self.pool.get_num_free_blocks()
         self.manager.allocate_new_blocks(name, tokens, tokens)
         assert blocks or free - self.pool.get_num_free_blocks() == missing
-        self.manager.cache_blocks(request, min(tokens, len(request.tokens)))  # type: ignore[arg-type]
+        self.manager.cache_blocks(request, min(tokens, len(request.tokens)))
         return True
 
     def _end(self, request: Request) -> None:
@@ -240,8 +240,9 @@ class Serving(RuleBasedStateMachine):
         return plan
 
     def _column(self, name: str) -> int:
-        ((block,),) = ([self.manager.req_to_blocks[name]],)
-        return block[0].block_id
+        (block,) = self.manager.req_to_blocks[name]
+        column: int = block.block_id
+        return column
 
     def _write(self, scheduled: dict[str, int]) -> None:
         for request in self.running:
