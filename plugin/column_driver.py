@@ -1,5 +1,6 @@
 """A worker's side: carries the scheduler's plan of a step out on the store."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_kv_columns.kv_manager.errors import StoreFullError
 from vllm_kv_columns.kv_manager.stores.base import ColumnStore
 from vllm_kv_columns.plugin.commands import Command, Release, Rewind, commands_of
+from vllm_kv_columns.plugin.idle_timer import IdleTimer
 from vllm_kv_columns.plugin.report import MemoryReport
 from vllm_kv_columns.plugin.step_times import StepTimes
 
@@ -31,6 +33,12 @@ class ColumnDriver:
     scheduler, which preempts it. It stays refused until the plan says that it was preempted or
     ended; steps that were planned before the scheduler knew may still name it.
 
+    Columns that no request has are retained for what they hold, until the plan has them released,
+    or until no request was running for a while: then all of them are emptied.
+
+    Args:
+        retain_seconds: how long.
+
     Attributes:
         store: the column store; grown and released here and nowhere else.
         peak_pages: largest number of committed pages seen after a step was prepared.
@@ -39,7 +47,9 @@ class ColumnDriver:
         times: how long steps waited for this.
     """
 
-    def __init__(self, store: ColumnStore, agree: Agree | None = None) -> None:
+    def __init__(
+        self, store: ColumnStore, agree: Agree | None = None, retain_seconds: float = 60.0
+    ) -> None:
         self.store = store
         self.peak_pages = store.committed_pages
         self.refused: set[str] = set()
@@ -54,6 +64,10 @@ class ColumnDriver:
         self._obtainable = 0  # pages, when a request was last refused
         self._short_steps: int | None = None  # since the last report; None: memory is not short
         self._void: set[int] = set()  # columns that do not hold what the scheduler thinks
+        self._held: set[int] = set()  # columns that hold anything
+        self._lost: set[int] = set()  # columns emptied since the last report
+        self._lock = threading.Lock()
+        self._idle = IdleTimer(retain_seconds, self._empty_retained)
 
     def prepare(self, plan: "SchedulerOutput") -> None:
         """Carry out what the plan says about columns, then back the rows that the step writes.
@@ -66,6 +80,13 @@ class ColumnDriver:
                 by lack of memory.
         """
         begin = time.perf_counter()
+        with self._lock:
+            decodes = self._prepare(plan)
+        self.times.add(begin, time.perf_counter(), decodes)
+
+    def _prepare(self, plan: "SchedulerOutput") -> bool:
+        """What `prepare` does; whether all that the step has are decodes."""
+        self._idle.stop()
         self._unbind(plan.finished_req_ids)
         self._unbind(plan.preempted_req_ids or ())
         commands = commands_of(plan)
@@ -80,10 +101,32 @@ class ColumnDriver:
         self.report = self._make_report(failed)
         others = plan.scheduled_new_reqs or self.refused
         self._running = None if others else plan.scheduled_cached_reqs.req_ids
-        self.times.add(begin, time.perf_counter(), decodes)
+        if self._held and not self._column:
+            self._idle.start()
+        return decodes
 
     def grow_ahead(self) -> None:
         """Beside the running step: tell the store what it writes, let it back what is next."""
+        with self._lock:
+            self._grow_ahead()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._idle.stop()
+        with self._lock:
+            self.store.close()
+
+    def _empty_retained(self) -> None:
+        """Nobody has asked for anything for a while: hold nothing."""
+        with self._lock:
+            if self._column or not self._held:
+                return
+            self.store.release_all(sorted(self._held))
+            self._void |= self._held
+            self._lost |= self._held
+            self._held.clear()
+
+    def _grow_ahead(self) -> None:
         if self._later is not None:
             later, self._later = self._later, None
             self._missing(later)
@@ -158,6 +201,8 @@ class ColumnDriver:
         for request in failed:
             missing.pop(self._column[request], None)
             self._refuse(request)
+        if failed:
+            self._obtainable = self.store.obtainable_pages()
         return failed
 
     def _back_one_by_one(self, missing: dict[int, tuple[int, int]]) -> list[str]:
@@ -183,8 +228,11 @@ class ColumnDriver:
 
     def _make_report(self, failed: list[str]) -> MemoryReport | None:
         """What the scheduler must know, and from now on whether memory came back."""
+        lost, self._lost = tuple(sorted(self._lost)), set()
         if failed:
             pages = self._obtainable
+        elif lost:
+            pages = self.store.obtainable_pages()
         elif self._short_steps is None:
             return None
         elif self._short_steps < REPORT_STEPS:
@@ -197,11 +245,12 @@ class ColumnDriver:
         self._short_steps = 0 if pages < self.store.page_limit else None
         # The scratch column is not part of the scheduler's budget.
         pages -= self.store.geometry.scratch_pages
-        return MemoryReport(refused=tuple(failed), obtainable_pages=pages)
+        return MemoryReport(refused=tuple(failed), obtainable_pages=pages, lost=lost)
 
     def _bind(self, request: str, block_ids: tuple[list[int], ...]) -> None:
         ((column,),) = block_ids
         self._column[request] = column  # a streamed prompt goes on in its column
+        self._held.add(column)
 
     def _unbind(self, requests: Iterable[str]) -> None:
         for request in requests:
@@ -218,7 +267,8 @@ class ColumnDriver:
         for command in commands:
             if isinstance(command, Release):
                 released.append(command.column)
-                self._void.discard(command.column)
+                for columns in (self._void, self._held, self._lost):
+                    columns.discard(command.column)
                 continue
             if released:
                 self.store.release_all(released)
@@ -232,7 +282,6 @@ class ColumnDriver:
                 try:
                     self.store.clone(command.source, command.column, command.tokens)
                 except StoreFullError:
-                    self._obtainable = self.store.obtainable_pages()
                     self._void.add(command.column)
         if released:
             self.store.release_all(released)
@@ -240,4 +289,5 @@ class ColumnDriver:
     def _release(self, request: str) -> None:
         column = self._column.pop(request)
         self._void.add(column)
+        self._held.discard(column)
         self.store.release(column)

@@ -320,6 +320,17 @@ class ColumnTable:
             self._forget_blocks(column, 0)
             self._coming.pop(column, None)
 
+    def empty(self, number: int) -> None:
+        """What the column holds is gone: free it if it is retained."""
+        column = self._columns.get(number)
+        if column is None:
+            return
+        if column.request is None:
+            self._stop_retaining(column)
+            self._release(column)
+        else:
+            self.lose(column.request)
+
     def evict(self) -> bool:
         """Free the retained column that was used longest ago; False if there is none."""
         if not self._retained:

@@ -37,6 +37,7 @@ class ColumnOptions:
         layers_per_region: most layers that share one stretch of addresses; 0 for all of a kind.
         retained: columns beyond one for each running sequence, in which what ended sequences
             computed is kept for prompts that begin with it; -1 for three for each sequence.
+        retain_seconds: how long it is kept while nothing is running.
     """
 
     store: str = "host"
@@ -46,6 +47,7 @@ class ColumnOptions:
     spare_bytes: int = 256 << 20
     layers_per_region: int = 0
     retained: int = -1
+    retain_seconds: int = 60
 
     def __post_init__(self) -> None:
         for field in fields(self):

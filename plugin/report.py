@@ -11,16 +11,18 @@ ATTRIBUTE = "kv_columns_report"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Sent with the output of a step, and only while memory is short.
+    """Sent with the output of a step, and only while memory is short or after columns were lost.
 
     Attributes:
         refused: requests of the step that got no memory; their output means nothing.
         obtainable_pages: pages that the store holds for sequences or could have now, scratch
             column excluded; the least of all workers.
+        lost: columns that a worker has emptied by itself while nothing was running.
     """
 
     refused: tuple[str, ...]
     obtainable_pages: int
+    lost: tuple[int, ...] = ()
 
 
 def attach_report(output: Any, report: MemoryReport) -> None:
@@ -29,6 +31,6 @@ def attach_report(output: Any, report: MemoryReport) -> None:
 
 
 def report_of(output: Any) -> MemoryReport | None:
-    """The report on a `ModelRunnerOutput`, None where memory is not short."""
+    """The report on a `ModelRunnerOutput`, None where there is nothing to tell."""
     report: MemoryReport | None = getattr(output, ATTRIBUTE, None)
     return report

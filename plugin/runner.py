@@ -82,6 +82,7 @@ class ColumnRunnerMixin:
             self.driver = ColumnDriver(
                 self._open_store(cache_geometry(kv_cache_config)),
                 agree=largest_of_group if tensor_parallel > 1 else None,
+                retain_seconds=ColumnOptions.of(self.vllm_config).retain_seconds,
             )
         store = self.driver.store
         # One block of vLLM's pool is its null block; scratch was taken off the budget.
@@ -104,7 +105,7 @@ class ColumnRunnerMixin:
     def close_columns(self) -> None:
         """Give all memory of the columns back."""
         if self.driver is not None:
-            self.driver.store.close()
+            self.driver.close()
 
     def column_stats(self) -> dict[str, Any]:
         """Of the store `committed_pages`, `peak_pages`, `resident_bytes` and its own statistics;

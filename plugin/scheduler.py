@@ -68,6 +68,8 @@ class _ColumnScheduling:
     ) -> Any:
         report = report_of(model_runner_output)
         if report is not None:
+            for column in report.lost:
+                self._columns.table.empty(column)
             self._take_back(set(report.refused))
             self._withhold(report.obtainable_pages)
         # The next class in line is vLLM's scheduler, which mypy cannot know here.

@@ -2,7 +2,8 @@
 
 Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "runs":
 [{"prompts": [token ids], "params": sampling parameters, "abort_after": tokens or absent,
-"one_by_one": true or absent}, or {"chats": [[token ids of each turn]], "params": the same}]}. One
+"one_by_one": true or absent}, or {"chats": [[token ids of each turn]], "params": the same}]}. A
+run may have a "pause": seconds to wait before it; what the store holds then is in the result. One
 process holds scheduler and worker, so that a fault can be planted in both and the store be read at
 every step; with tensor parallelism the workers are processes of their own.
 """
@@ -220,8 +221,12 @@ def main(path: Path) -> None:
     llm = LLM(disable_log_stats=False, seed=0, **job["llm"])
     if job.get("weights") == "random":
         randomize(llm)
-    runs = []
+    runs, held_after_pauses = [], []
     for run in job["runs"]:
+        if "pause" in run:
+            llm.llm_engine.step()  # tells the worker what finished, as a serving engine does
+            time.sleep(run["pause"])
+            held_after_pauses.append(llm.collective_rpc("kv_columns_stats")[0]["resident_bytes"])
         params = SamplingParams(detokenize=False, **run["params"])
         prompts = [{"prompt_token_ids": ids} for ids in run.get("prompts", ())]
         if "chats" in run:
@@ -244,6 +249,7 @@ def main(path: Path) -> None:
     }
     result = {
         "runs": runs,
+        "held_after_pauses": held_after_pauses,
         # With several workers the layers are in their processes.
         "impl": type(next(iter(layers.values())).impl).__name__ if layers else None,
         "preemptions": metrics["vllm:num_preemptions"],

@@ -1,5 +1,6 @@
 """The worker's side of a step: columns bound, grown, given back, refused for want of memory."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,25 @@ def test_what_a_refused_column_was_to_lend_is_refused_too(store: HostStore) -> N
     ended = [Release(1), Release(3), Release(4)]
     driver.prepare(plan({"e": 8}, preempted={"a", "c", "d"}, commands=ended, new={"e": 3}))
     assert not driver.refused
+
+
+def test_retained_columns_are_emptied_when_nothing_runs(store: HostStore) -> None:
+    driver = ColumnDriver(store, retain_seconds=0.05)
+    driver.prepare(plan({"a": 20, "b": 4}, new={"a": 1, "b": 2}))
+    driver.prepare(plan({"b": 1}, running={"b": 4}, finished={"a"}))
+    time.sleep(0.2)
+    assert store.committed_pages == 1 + 3 + 1  # b runs
+    driver.prepare(plan({}, finished={"b"}))
+    deadline = time.monotonic() + 5
+    while store.committed_pages > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert store.committed_pages == 1
+    driver.prepare(plan({"c": 1, "d": 8}, commands=[Clone(1, 3, 8)], new={"c": 3, "d": 4}))
+    assert driver.refused == {"c"}
+    assert driver.report is not None
+    assert (driver.report.refused, driver.report.lost) == (("c",), (1, 2))
+    driver.prepare(plan({"d": 1}, running={"d": 8}))
+    assert driver.report is None
 
 
 def test_a_clone_that_gets_no_memory_is_refused(

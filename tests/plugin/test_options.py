@@ -30,7 +30,8 @@ def test_a_gpu_has_a_store_and_a_kernel_of_its_own() -> None:
         (
             {"pagesize": 1, "page_size": 4096},
             "Unknown option 'pagesize' in kv_columns; known options: store, kernel, page_size, "
-            "ahead_rows, spare_bytes, layers_per_region, retained.",
+            "ahead_rows, spare_bytes, layers_per_region, retained, "
+            "retain_seconds.",
         ),
         ({"page_size": "64k"}, "kv_columns.page_size must be of type int, got '64k'."),
         ({"page_size": True}, "kv_columns.page_size must be of type int, got True."),

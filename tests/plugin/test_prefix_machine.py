@@ -164,7 +164,7 @@ class Serving(RuleBasedStateMachine):
             new[request.request_id] = request
             self.running.append(self.waiting.pop(0))
         self.driver.prepare(self._plan(scheduled, new, old))
-        assert self.driver.report is None
+        self._hear(scheduled)
         self._write(scheduled)
         self.driver.grow_ahead()
         for request in self.running:
@@ -189,7 +189,28 @@ class Serving(RuleBasedStateMachine):
     def evict(self) -> None:
         self.table.evict()
 
+    @precondition(lambda self: not self.running)
+    @rule()
+    def nothing_happens_for_a_while(self) -> None:
+        self.driver.prepare(self._plan({}, {}, {}))
+        self._hear({})
+        self.driver._empty_retained()
+        assert self.store.committed_pages == self.geometry.scratch_pages
+
     # How.
+
+    def _hear(self, scheduled: dict[str, int]) -> None:
+        """What vLLM's scheduler makes of a report."""
+        report = self.driver.report
+        if report is None:
+            return
+        assert report.lost and report.obtainable_pages == BUDGET
+        for column in report.lost:
+            self.table.empty(column)
+        for request in [one for one in self.running if one.request_id in report.refused]:
+            self.manager.lose(request.request_id)
+            self._preempt(request)
+            del scheduled[request.request_id]
 
     def _grow(self, request: Request, tokens: int, blocks: Any) -> bool:
         name = request.request_id
@@ -281,7 +302,7 @@ class Serving(RuleBasedStateMachine):
     def what_is_to_be_lent_is_there(self) -> None:
         commands = {command.column for command in self.table.commands}
         for column in self._columns():
-            if column.hashes and column.number not in commands:
+            if column.hashes and column.number not in commands | self.driver._void:
                 tokens = list(column.hashes[-1])
                 if self.geometry.floor(column.high) <= len(tokens):
                     self._check_rows(column.number, tokens, len(tokens))

@@ -101,6 +101,21 @@ def test_tokens_are_those_when_memory_is_taken_away(
     assert all_tokens(result) == all_tokens(stock)
 
 
+def test_what_is_retained_goes_back_when_nothing_runs(
+    run_engine: RunEngine, gemma3_like: Path
+) -> None:
+    """And whoever asks then finds nothing, and is served as ever."""
+    chats, again = ({**TRACES["chats"], "params": PARAMS} for _ in range(2))
+    job = llm(gemma3_like, **COLUMNS, additional_config={"kv_columns": {"retain_seconds": 1}})
+    result = run_engine(
+        job, [chats, {**again, "pause": 2.5}, {**again, "pause": 0.1}], weights="random"
+    )
+    groups, scratch = 2, PAGE
+    emptied, retained = result["held_after_pauses"]
+    assert emptied == groups * scratch < retained
+    assert tokens(result, 1) == tokens(result, 0) == tokens(result, 2)
+
+
 def test_hits_are_those_of_stock(run_engine: RunEngine, mistral_like: Path) -> None:
     """Of a model without windows, with blocks of one size."""
     flat = {"block_size": 32, "hf_overrides": {"sliding_window": None}}

@@ -77,7 +77,7 @@ def test_without_the_switch_the_configuration_is_stock(mistral_like: Path) -> No
         (
             {"additional_config": {"kv_columns": {"pages": 1}}},
             "Unknown option 'pages' in kv_columns; known options: store, kernel, page_size, "
-            "ahead_rows, spare_bytes, layers_per_region, retained.",
+            "ahead_rows, spare_bytes, layers_per_region, retained, retain_seconds.",
         ),
         (
             {"additional_config": {"kv_columns": {"store": "tape"}}},
