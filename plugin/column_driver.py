@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_kv_columns.kv_manager.errors import StoreFullError
+from vllm_kv_columns.kv_manager.errors import ConfigError, StoreFullError
 from vllm_kv_columns.kv_manager.stores.base import ColumnStore
 from vllm_kv_columns.plugin.commands import Command, Release, Rewind, commands_of
 from vllm_kv_columns.plugin.idle_timer import IdleTimer
@@ -66,6 +66,7 @@ class ColumnDriver:
         self._void: set[int] = set()  # columns that do not hold what the scheduler thinks
         self._held: set[int] = set()  # columns that hold anything
         self._lost: set[int] = set()  # columns emptied since the last report
+        self._new_limit = False  # since the last report
         self._lock = threading.Lock()
         self._idle = IdleTimer(retain_seconds, self._empty_retained)
 
@@ -109,6 +110,25 @@ class ColumnDriver:
         """Beside the running step: tell the store what it writes, let it back what is next."""
         with self._lock:
             self._grow_ahead()
+
+    def set_limit(self, nbytes: int) -> None:
+        """Bound the memory of the columns anew, while requests run; the scheduler hears of it.
+
+        Raises:
+            ConfigError: less than one sequence of the model's length may need.
+        """
+        geometry = self.store.geometry
+        pages = nbytes // geometry.page_size
+        least = geometry.scratch_pages + geometry.pages_for(geometry.capacity)
+        if pages < least:
+            raise ConfigError(
+                f"a limit of {nbytes} bytes is {pages} pages of {geometry.page_size}; one sequence "
+                f"of {geometry.capacity} tokens may need {least}: set at least "
+                f"{least * geometry.page_size} bytes"
+            )
+        with self._lock:
+            self.store.limit_pages = pages
+            self._new_limit = True
 
     def close(self) -> None:
         """Give all memory back."""
@@ -231,7 +251,7 @@ class ColumnDriver:
         lost, self._lost = tuple(sorted(self._lost)), set()
         if failed:
             pages = self._obtainable
-        elif lost:
+        elif lost or self._new_limit:
             pages = self.store.obtainable_pages()
         elif self._short_steps is None:
             return None
@@ -240,6 +260,8 @@ class ColumnDriver:
             return None
         else:
             pages = self.store.obtainable_pages()
+        self._new_limit = False
+        pages = min(pages, self.store.page_limit)  # also where it holds more, after a new limit
         if self._agree is not None:
             pages = -self._agree([-pages])[0]
         self._short_steps = 0 if pages < self.store.page_limit else None

@@ -44,6 +44,14 @@ class PagePool(BlockPool):
             pass
         return super().get_new_blocks(num_blocks)
 
+    def extend(self, pages: int) -> None:
+        """So many pages more."""
+        for number in range(self.num_gpu_blocks, self.num_gpu_blocks + pages):
+            block = KVCacheBlock(number, pool=self)
+            self.blocks.append(block)
+            self.free_block_queue.append(block)
+        self.num_gpu_blocks += pages
+
     def reset_prefix_cache(self) -> bool:
         """Forget what retained columns hold; refused while a request has pages, as by vLLM."""
         if not super().reset_prefix_cache():

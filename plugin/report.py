@@ -11,7 +11,7 @@ ATTRIBUTE = "kv_columns_report"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Sent with the output of a step, and only while memory is short or after columns were lost.
+    """Sent with the output of a step while memory is short, after a new limit or lost columns.
 
     Attributes:
         refused: requests of the step that got no memory; their output means nothing.

@@ -78,41 +78,58 @@ class _ColumnScheduling:
         )
 
     def _take_back(self, refused: set[str]) -> None:
-        """Preempt the refused requests; what this step and one in flight computed is dropped."""
+        """Preempt the refused requests, whose columns hold nothing any more."""
         for request in reversed([one for one in self.running if one.request_id in refused]):
             if request.status == RequestStatus.RUNNING:
                 self._columns.lose(request.request_id)
-                self.running.remove(request)
-                self.prev_step_scheduled_req_ids.discard(request.request_id)
-                self._preempt_request(  # type: ignore[attr-defined]
-                    request, time.monotonic(), drop_stale_output=True
-                )
+                self._preempt(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Preempt a running request; what this step and one in flight computed is dropped."""
+        self.running.remove(request)
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
+        self._preempt_request(  # type: ignore[attr-defined]
+            request, time.monotonic(), drop_stale_output=True
+        )
 
     def _withhold(self, obtainable_pages: int) -> None:
         """Take pages out of the budget that the workers cannot have, or put them back.
 
-        Pages that sequences hold cannot be taken out; those sequences are refused, and preempted,
-        when they come to need what is not there.
+        Retained columns give way first. Pages that requests hold cannot be taken out, so the last
+        of them are preempted if there is no other way.
         """
         pool = self.kv_cache_manager.block_pool
         budget = pool.num_gpu_blocks - 1  # one block is vLLM's null block
-        missing = min(max(budget - obtainable_pages, 0), budget)
+        if obtainable_pages > budget:
+            pool.extend(obtainable_pages - budget)
+            budget = obtainable_pages
+        missing = min(budget - max(obtainable_pages, 0), budget)
         change = missing - len(self._withheld)
         if change > 0:
             if not self._withheld:
                 logger.warning(
                     "SDPA_VARLEN: %d of the %d pages of the KV cache's budget cannot be had; "
-                    "other allocations hold the memory. Requests wait for it or are preempted; "
-                    "lower --gpu-memory-utilization if this lasts.",
+                    "other allocations hold the memory, or the limit was lowered. Requests wait "
+                    "for it or are preempted; lower --gpu-memory-utilization if this lasts.",
                     missing,
                     budget,
                 )
+            while change > pool.get_num_free_blocks() and self._preempt_last():
+                pass
             self._withheld += pool.get_new_blocks(min(change, pool.get_num_free_blocks()))
         elif change < 0:
             back, self._withheld = self._withheld[missing:], self._withheld[:missing]
             pool.free_blocks(back)
             if not self._withheld:
                 logger.info("SDPA_VARLEN: the whole budget of the KV cache can be had again.")
+
+    def _preempt_last(self) -> bool:
+        """Preempt the running request that came last; False if there is none."""
+        for request in reversed(self.running):
+            if request.status == RequestStatus.RUNNING:
+                self._preempt(request)
+                return True
+        return False
 
 
 class ColumnScheduler(_ColumnScheduling, Scheduler):

@@ -45,6 +45,21 @@ class ColumnWorkerMixin:
         """For `collective_rpc`: what the store holds now and held at most."""
         return self.model_runner.column_stats()
 
+    def kv_columns_limit(self, nbytes: int) -> None:
+        """For `collective_rpc`: let the cache take at most so much memory, from the next step on.
+
+        Lowered below what is in use, retained columns go first, then running requests are
+        preempted, those that came last first.
+
+        Args:
+            nbytes: of this worker's columns, the scratch column included.
+
+        Raises:
+            ConfigError: less than one sequence of the model's length may need.
+        """
+        assert self.model_runner.driver is not None
+        self.model_runner.driver.set_limit(nbytes)
+
     def kv_columns_settle(self) -> None:
         """For `collective_rpc`: wait until what the store does in the background is done."""
         assert self.model_runner.driver is not None

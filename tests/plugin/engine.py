@@ -3,9 +3,10 @@
 Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "runs":
 [{"prompts": [token ids], "params": sampling parameters, "abort_after": tokens or absent,
 "one_by_one": true or absent}, or {"chats": [[token ids of each turn]], "params": the same}]}. A
-run may have a "pause": seconds to wait before it; what the store holds then is in the result. One
-process holds scheduler and worker, so that a fault can be planted in both and the store be read at
-every step; with tensor parallelism the workers are processes of their own.
+run may have a "pause": seconds to wait before it, what the store holds then is in the result, and
+"limits": {step: bytes}, set before that step of all. One process holds scheduler and worker, so
+that a fault can be planted in both and the store be read at every step; with tensor parallelism the
+workers are processes of their own.
 """
 
 import itertools
@@ -194,6 +195,20 @@ def generate_and_abort(llm: Any, prompts: list[Any], params: Any, after: int) ->
     return [done[key] for key in sorted(done, key=int)]
 
 
+def change_limits(llm: Any, limits: dict[int, int]) -> None:
+    """Set the limit of the cache before those steps, counted from now."""
+    engine = llm.llm_engine
+    step, count = engine.step, itertools.count()
+
+    def limited() -> Any:
+        nbytes = limits.get(next(count))
+        if nbytes is not None:
+            llm.collective_rpc("kv_columns_limit", args=(nbytes,))
+        return step()
+
+    engine.step = limited
+
+
 def chat(llm: Any, chats: list[list[list[int]]], params: Any) -> list[Any]:
     """Turn by turn, all conversations at once; each turn goes on from the answer to the last."""
     told: list[list[int]] = [[] for _ in chats]
@@ -221,6 +236,11 @@ def main(path: Path) -> None:
     llm = LLM(disable_log_stats=False, seed=0, **job["llm"])
     if job.get("weights") == "random":
         randomize(llm)
+    limits: dict[int, int] = {}
+    for run in job["runs"]:
+        limits |= {int(step): nbytes for step, nbytes in run.get("limits", {}).items()}
+    if limits:
+        change_limits(llm, limits)
     runs, held_after_pauses = [], []
     for run in job["runs"]:
         if "pause" in run:

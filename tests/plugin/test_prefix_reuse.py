@@ -12,6 +12,7 @@ from tests.plugin.conftest import GREEDY, Job, Result, tokens
 RunEngine = Callable[..., Result]
 COLUMNS: Job = {"attention_backend": "SDPA_VARLEN", "enable_prefix_caching": True}
 PAGE = 256 * 1024
+STARTED, LOWERED, RAISED = 60, 30, 200  # pages of the cache
 PARAMS = {**GREEDY, "max_tokens": 20}
 
 
@@ -114,6 +115,26 @@ def test_what_is_retained_goes_back_when_nothing_runs(
     emptied, retained = result["held_after_pauses"]
     assert emptied == groups * scratch < retained
     assert tokens(result, 1) == tokens(result, 0) == tokens(result, 2)
+
+
+def test_the_limit_can_be_changed_while_requests_run(
+    run_engine: RunEngine, gemma3_like: Path
+) -> None:
+    """Lowered below what is in use, then raised above what the server started with."""
+    rng = random.Random(2)
+    first = {"prompts": [drawn(rng, 200) for _ in range(8)], "params": GREEDY}
+    then = {"prompts": [drawn(rng, 200) for _ in range(24)], "params": GREEDY}
+    small: Job = {"max_model_len": 256, "max_num_seqs": 24}
+    stock = run_engine(llm(gemma3_like, **small), [first, then], weights="random", plugin=False)
+    limits = {10: LOWERED * PAGE, 60: RAISED * PAGE}
+    job = llm(gemma3_like, **COLUMNS, **small, kv_cache_memory_bytes=STARTED * PAGE)
+    result = run_engine(job, [{**first, "limits": limits}, then], weights="random")
+    assert [tokens(result, i) for i in (0, 1)] == [tokens(stock, i) for i in (0, 1)]
+    held = [step["resident_bytes"] / PAGE for step in result["log"]]
+    print(held, result["preemptions"])
+    assert result["preemptions"] > 0
+    assert max(held[:10]) > LOWERED >= max(held[14:60])
+    assert STARTED < max(held[60:]) <= RAISED
 
 
 def test_hits_are_those_of_stock(run_engine: RunEngine, mistral_like: Path) -> None:
