@@ -2,7 +2,8 @@
 
 Work is queued and done when a test says so (``lag``) or at once. It fails loudly when work that is
 still queued touches what is being unmapped, and on every wrong use of memory. Fresh memory is
-full of junk. Failures are AssertionErrors, which no code under test catches.
+full of junk. Failures are AssertionErrors, which no code under test catches; a mapping of a part of
+an allocation is refused as the CUDA driver refuses it.
 """
 
 import ctypes
