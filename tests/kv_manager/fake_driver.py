@@ -2,7 +2,8 @@
 
 Work is queued and done when a test says so (``lag``) or at once. It fails loudly when work that is
 still queued touches what is being unmapped, and on every wrong use of memory. Fresh memory is
-full of junk. Failures are AssertionErrors, which no code under test catches.
+full of junk. Failures are AssertionErrors, which no code under test catches; a mapping of a part of
+an allocation is refused as the CUDA driver refuses it.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kv_columns.kv_manager import StoreFullError
+from vllm_kv_columns.kv_manager import StoreError, StoreFullError
 from vllm_kv_columns.kv_manager.stores import libc
 from vllm_kv_columns.kv_manager.stores.cuda import Driver
 
@@ -174,12 +175,12 @@ class FakeDriver(Driver):
             self._extents.remove(extent)
             self.held -= extent.nbytes
 
-    def map(self, address: int, nbytes: int, extent: FakeExtent, offset: int = 0) -> None:
+    def map(self, address: int, nbytes: int, extent: FakeExtent) -> None:
         with self._lock:
             self._enter("map", nbytes)
             assert not extent.released, "a released extent is mapped"
-            assert offset == 0, "an extent can be mapped from its start only"
-            assert 0 < nbytes <= extent.nbytes and nbytes % self.granularity == 0
+            if nbytes != extent.nbytes:
+                raise StoreError(f"cuMemMap of {nbytes} bytes failed: CUDA_ERROR_NOT_SUPPORTED")
             base = max(b for b in self._reserved if b <= address)
             assert address + nbytes <= base + self._reserved[base], "beyond the reservation"
             assert (address - base) % self.granularity == 0

@@ -70,8 +70,8 @@ def test_memory_is_asked_for_on_the_current_device(bindings: Bindings) -> None:
     name, (address, nbytes, (access,), count) = bindings.calls[-1]
     assert (name, address, nbytes, count) == ("cuMemSetAccess", 1 << 40, 4096, 1)
     assert (access.location.type, access.location.id, int(access.flags)) == (device, 3, 3)
-    driver.map(1 << 40, 4096, "extent of 8192 bytes")
-    assert bindings.calls[-1] == ("cuMemMap", (1 << 40, 4096, 0, "extent of 8192 bytes", 0))
+    driver.map(1 << 40, 4096, "extent of 4096 bytes")
+    assert bindings.calls[-1] == ("cuMemMap", (1 << 40, 4096, 0, "extent of 4096 bytes", 0))
     assert driver.reserve(1 << 20, 4096) == 1 << 40
     assert driver.free_bytes() == 123
     assert not driver.is_capturing(0)

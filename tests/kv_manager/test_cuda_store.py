@@ -50,6 +50,9 @@ class QuietStore(CudaVmmStore):
     def tend(self) -> float | None:
         return self._tend()
 
+    def live_pages(self, col: int) -> int:
+        return sum(region.live_pages(col) for region in self._regions)
+
 
 def made(driver: FakeDriver, geometry: CacheGeometry | None = None, **options: Any) -> QuietStore:
     return QuietStore(geometry or one_group(), driver=driver, **options)

@@ -273,34 +273,48 @@ def test_the_store_follows_the_callers_stream(store: CudaVmmStore) -> None:
         assert float(column(store, 1, 128 * 64).sum(dtype=torch.float64)) == 0
 
 
+def test_an_allocation_is_mapped_as_a_whole_or_not_at_all(store: CudaVmmStore) -> None:
+    driver = store._driver
+    address, extent = driver.reserve(2 * PAGE, PAGE), driver.create(2 * PAGE)
+    try:
+        with pytest.raises(StoreError, match=f"cuMemMap of {PAGE} bytes failed: CUDA_ERROR_NOT_S"):
+            driver.map(address, PAGE, extent)
+    finally:
+        driver.release(extent)
+        driver.free(address, 2 * PAGE)
+
+
 def test_columns_share_pages_and_never_write_them(store: CudaVmmStore) -> None:
-    """Leading parts of allocations at two addresses, copies under queued kernels, the way back."""
+    """Allocations at several addresses, copies under queued kernels, the way back."""
     pages, rows = 85, 128 * 85 - 7  # 64 16 4 1
+    inside, back, again = 128 * 70, 128 * 40, 128 * 60  # in the second extent, in the first
     store.prepare_write(1, 0, rows)
     for layer in store.geometry.layers:
         column(store, 1, rows, layer).fill_(3)
     before = free()
     store.clone(1, 2, rows)
-    store.clone(2, 3, 128 * 60)
-    assert store.committed_pages == 1 + pages + 1
-    assert before - free() <= PAGE + SLACK
-    for col, n in ((2, rows), (3, 128 * 60)):
+    store.clone(2, 3, inside)  # shares 64 pages and copies 6
+    store.clone(3, 4, inside)
+    assert store.committed_pages == 1 + pages + 1 + 6
+    assert before - free() <= 7 * PAGE + SLACK
+    for col, n in ((2, rows), (3, inside), (4, inside)):
         assert total(store, col, n) == 3 * n * 2 * HEADS * SIZE * 4
     delay(0.05)
-    out = column(store, 3, 128 * 60).clone()
-    store.shrink(3, 128 * 40)
-    store.prepare_write(3, 128 * 40, 128 * 60)
-    assert not column(store, 3, 128 * 60)[128 * 40 :].any()
-    column(store, 3, 128 * 60)[128 * 40 :].fill_(float("nan"))
+    out = column(store, 3, inside).clone()
+    store.shrink(3, back)
+    store.prepare_write(3, back, again)
+    assert store.committed_pages == 1 + pages + 1 + 6 + 60
+    assert not column(store, 3, again)[back:].any()
+    column(store, 3, again)[back:].fill_(float("nan"))
     assert bool((out == 3).all())
-    for end in (0, 128 * 10):  # and whole, in place of the other column's pages
+    for end in (0, 128 * 10):  # and whole, in place of the other columns' pages
         store.prepare_write(2, end, rows)
         for layer in store.geometry.layers:
             column(store, 2, rows, layer)[end:].fill_(5 if end else float("nan"))
-    assert total(store, 1, rows) == 3 * rows * 2 * HEADS * SIZE * 4
-    assert total(store, 3, 128 * 40) == 3 * 128 * 40 * 2 * HEADS * SIZE * 4
+    for col, n in ((1, rows), (3, back), (4, inside)):
+        assert total(store, col, n) == 3 * n * 2 * HEADS * SIZE * 4
     out = column(store, 1, rows).clone()
-    for col in (1, 2, 3):
+    for col in (1, 2, 3, 4):
         store.release(col)
     torch.cuda.synchronize()
     assert store.settle(10)
@@ -311,12 +325,14 @@ def test_columns_share_pages_and_never_write_them(store: CudaVmmStore) -> None:
 # --- time
 
 
-def test_a_clone_of_1024_pages_takes_milliseconds_and_one_page() -> None:
-    pages = 64 if SMALL else 1024
-    rows = 16 * pages - 5
+@pytest.mark.parametrize("past", [5, 16 * 64 - 5], ids=["at an extent's end", "inside an extent"])
+def test_a_clone_of_1024_pages_takes_milliseconds_and_one_extents_copy(past: int) -> None:
+    pages = 128 if SMALL else 1024  # 16 rows each
+    whole = 16 * (pages - 64)  # rows of all extents but the last
+    copied, rows = -(-past // 16), whole + past
     with CudaVmmStore(geometry(32, capacity=16 * 1024), spare_bytes=0) as store:
-        for start in range(0, rows, 2048):  # a prompt in chunks
-            store.prepare_write(1, start, min(start + 2048, rows))
+        for start in range(0, 16 * pages, 2048):  # a prompt in chunks
+            store.prepare_write(1, start, start + 2048)
         for layer in store.geometry.layers:
             column(store, 1, rows, layer).fill_(1)
         host, device = [], []
@@ -331,10 +347,13 @@ def test_a_clone_of_1024_pages_takes_milliseconds_and_one_page() -> None:
             marks[1].record()
             taken = before - free()
             device.append(marks[0].elapsed_time(marks[1]))
-            assert store.committed_pages == 1 + pages + 1
-            assert taken <= PAGE + SLACK
+            assert store.committed_pages == 1 + pages + copied
+            assert taken <= copied * PAGE + SLACK
             assert bool((column(store, 2, rows, "l31") == 1).all())
-            store.release(2)
+            store.clone(2, 3, rows)  # has all but the partial page in common with the clone
+            assert store.committed_pages == 1 + pages + copied + 1
+            assert bool((column(store, 3, rows, "l31") == 1).all())
+            store.release_all((2, 3))
             torch.cuda.synchronize()
             assert store.settle(10)
         print(

@@ -158,15 +158,34 @@ class CudaStoreMachine(RuleBasedStateMachine):
     def clone(self, data: st.DataObject) -> None:
         src, dst = self.some(data, empty=False), self.some(data, empty=True)
         if src is not None and dst is not None:
-            self.clone_to(src, dst, data)
+            self.clone_to(src, dst, self.prefix(src, data))
 
-    def clone_to(self, src: int, dst: int, data: st.DataObject) -> None:
+    def prefix(self, src: int, data: st.DataObject) -> int:
         length = len(self.model[src])
-        n = data.draw(st.just(length) | st.integers(0, length), label="rows")
-        missing = self.store.pages_needed({dst: (0, n)})
-        if self.attempt(lambda: self.store.clone(src, dst, n), missing):
-            self.model[dst] = self.model[src][:n]
-            self.dirty[dst] = -(-n // ROWS_PER_PAGE) * ROWS_PER_PAGE
+        return data.draw(st.just(length) | st.integers(0, length), label="rows")
+
+    def clone_to(self, src: int, dst: int, n: int) -> bool:
+        missing, held = self.store.pages_needed({dst: (0, n)}), self.store.committed_pages
+        if not self.attempt(lambda: self.store.clone(src, dst, n), missing):
+            assert self.store.committed_pages <= held and not self.store.live_pages(dst)
+            return False
+        self.model[dst] = self.model[src][:n]
+        self.dirty[dst] = -(-n // ROWS_PER_PAGE) * ROWS_PER_PAGE
+        return True
+
+    @rule(data=st.data())
+    def clone_twice(self, data: st.DataObject) -> None:
+        """A clone of a clone as long as that has its whole pages in common with it."""
+        src = self.some(data, empty=False)
+        empty = [col for col, sequence in self.model.items() if not sequence]
+        if src is not None and len(empty) > 1:
+            n = self.prefix(src, data)
+            self.store.release(empty[1])  # what a refused call had gathered
+            if self.clone_to(src, empty[0], n):
+                before = self.store.committed_pages
+                if self.clone_to(empty[0], empty[1], n):
+                    new = GEOMETRY.pages_for(n) - n // ROWS_PER_PAGE
+                    assert self.store.committed_pages == before + new
 
     @rule(data=st.data(), rows=st.integers(1, 9))
     def fork(self, data: st.DataObject, rows: int) -> None:
@@ -174,7 +193,7 @@ class CudaStoreMachine(RuleBasedStateMachine):
         src = self.some(data, empty=False)
         if src is not None:
             for dst in [col for col, sequence in self.model.items() if not sequence][:2]:
-                self.clone_to(src, dst, data)
+                self.clone_to(src, dst, self.prefix(src, data))
                 self.write(dst, rows, False)
 
     def distinct_pages(self) -> int:

@@ -7,7 +7,8 @@ import torch
 
 from ...geometry import RegionGeometry
 from .driver import Driver
-from .pieces import Piece, map_pieces
+from .extents import Extent
+from .mapped import map_extents
 
 __all__ = ["Addresses"]
 
@@ -49,13 +50,13 @@ class Addresses:
         """Where a page of a column begins."""
         return self._base + col * self._geometry.col_bytes + page * self._geometry.page_size
 
-    def map(self, col: int, first: int, pieces: Sequence[Piece]) -> None:
-        """Map pieces from page ``first`` on, or raise StoreError and map nothing."""
-        map_pieces(self._driver, self.of(col, first), pieces, self._geometry.page_size)
-        self.mapped_pages += sum(piece.pages for piece in pieces)
+    def map(self, col: int, first: int, extents: Sequence[Extent]) -> None:
+        """Map extents from page ``first`` on, or raise StoreError and map nothing."""
+        map_extents(self._driver, self.of(col, first), extents, self._geometry.page_size)
+        self.mapped_pages += sum(extent.pages for extent in extents)
 
     def unmap(self, col: int, first: int, pages: int) -> None:
-        """Unmap a range of whole pieces; the device must be done with it."""
+        """Unmap a range of whole extents; the device must be done with it."""
         self._driver.unmap(self.of(col, first), pages * self._geometry.page_size)
         self.unmapped_pages += pages
 

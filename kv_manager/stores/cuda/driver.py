@@ -52,9 +52,9 @@ class Driver(ABC):
 
     @abstractmethod
     def map(self, address: int, nbytes: int, extent: Any) -> None:
-        """Put the first bytes of an allocation at reserved addresses; not accessible yet.
+        """Put an allocation of ``nbytes`` at reserved addresses; not accessible yet.
 
-        It may be mapped elsewhere too. A later part cannot be mapped without those before it.
+        It may be mapped elsewhere too, but never in part: drivers refuse any other size.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Physical memory in extents of a few sizes, and the order in which more of it is looked for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,13 +16,13 @@ SIZES = (64, 32, 16, 8, 4, 2, 1)  # pages; access is granted per extent: the few
 class Extent:
     """One physical allocation of ``pages`` pages, and who has it.
 
-    ``holders`` are the live columns that it is mapped in, with the leading pages that each has.
+    It is mapped as a whole. ``holders`` are the live columns that it is mapped in, and
     ``mappings`` counts these and the idle ones: it can be given back when there are none.
     """
 
     handle: Any
     pages: int
-    holders: dict[int, int] = field(default_factory=dict)
+    holders: set[int] = field(default_factory=set)
     mappings: int = 0
 
 
@@ -83,21 +83,22 @@ class ExtentPool:
                 raise self.full(want)
         return extent
 
-    def take_all(self, count: int) -> list[Extent]:
-        """Extents of ``count`` pages in all, or StoreFullError and none."""
-        extents: list[Extent] = []
-        missing = count
+    def take_all(self, counts: Sequence[int]) -> list[list[Extent]]:
+        """For each count extents of so many pages in all, or StoreFullError and none."""
+        taken: list[list[Extent]] = []
         try:
-            while missing:
-                extents.append(self.take(missing))
-                missing -= extents[-1].pages
-        except StoreFullError as error:
-            self.give(extents)
-            raise self.full(count) from error
-        except BaseException:
-            self.give(extents)
+            for missing in counts:
+                taken.append([])
+                while missing:
+                    taken[-1].append(self.take(missing))
+                    missing -= taken[-1][-1].pages
+        except BaseException as error:
+            for extents in taken:
+                self.give(extents)
+            if isinstance(error, StoreFullError):
+                raise self.full(sum(counts)) from error
             raise
-        return extents
+        return taken
 
     def give(self, extents: list[Extent]) -> None:
         """Extents that are not mapped any more become spare."""

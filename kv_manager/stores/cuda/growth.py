@@ -31,20 +31,29 @@ class Growth:
     def write(self, col: int, write: Write, stream: int) -> None:
         """Back the pages of a write by all means and make them private, or raise StoreFullError."""
         for region in self._regions:
-            region.privatize(col, write, stream)
+            if region.shared_end(col):
+                exchanges = region.exchanges(col, write)
+                if exchanges and region.idle_pages(col):
+                    self._retired.clear(col)
+                region.privatize(col, exchanges, write[2], stream)
         self.grow(col, write[1], stream)
 
     def clone(self, src: int, dst: int, n_rows: int, known: int, stream: int) -> None:
-        """Share pages with the empty column ``dst``, back the others by all means and copy them."""
-        for region in self._regions:
-            leads = region.leads(src, n_rows, known)
-            if leads:
-                if region.idle_pages(dst):
-                    self._retired.clear(dst)
-                region.share(src, dst, leads)
-        self.grow(dst, n_rows, stream)
-        for region in self._regions:
-            region.copy(src, dst, n_rows, stream)
+        """Share extents with the empty column ``dst``, back the other pages and copy them.
+
+        Where the pages cannot be had nothing is changed; what else fails may leave regions done.
+        """
+        if any(region.idle_pages(dst) for region in self._regions):
+            self._retired.clear(dst)
+        parts = [region.clone_parts(src, dst, n_rows, known) for region in self._regions]
+        new = self._pool.take_all([pages for _, counts in parts for pages in counts])
+        try:
+            for region, (shared, _) in zip(self._regions, parts, strict=True):
+                region.clone(src, dst, n_rows, shared, new.pop(0) + new.pop(0), stream)
+        except BaseException:
+            for extents in new:
+                self._pool.give(extents)
+            raise
 
     def grow(self, col: int, end: int, stream: int) -> None:
         """Back the pages for ``end`` tokens by all means, or raise StoreFullError."""
@@ -57,7 +66,8 @@ class Growth:
                         continue
                     self._retired.clear(col)
                 if missing:
-                    region.extend(col, self._pool.take_all(missing), stream)
+                    (extents,) = self._pool.take_all([missing])
+                    region.extend(col, extents, stream)
         finally:
             self._retired.settle(col)
 
@@ -95,7 +105,7 @@ class Growth:
         Only where half of it is needed and, that done, an eighth of the limit is in nobody's use:
         near the limit the pages that the caller counts must be there.
         """
-        size, limit = region.next_whole(col), self._limit()
+        size, limit = region.next_reusable(col), self._limit()
         used = sum(region.committed for region in self._regions)
         if not size or size > 2 * missing or limit - used - size < limit // 8:
             return False

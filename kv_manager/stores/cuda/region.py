@@ -10,7 +10,7 @@ from .addresses import Addresses
 from .driver import Driver
 from .extent_table import ExtentTable
 from .extents import Extent, ExtentPool
-from .pieces import Cut, Piece, whole
+from .mapped import Exchange
 from .window import Window
 
 __all__ = ["CudaRegion", "Write"]
@@ -22,7 +22,7 @@ Write = tuple[int, int, int]
 class CudaRegion:
     """Addresses ``geometry.nbytes`` long. Every column's mapped pages are a prefix of it.
 
-    Live pieces come first, then idle ones: pages of a former life (or beyond a rewind) that wait
+    Live extents come first, then idle ones: pages of a former life (or beyond a rewind) that wait
     until the device is done with them, and that can become live again where they are.
     """
 
@@ -87,12 +87,12 @@ class CudaRegion:
         return self._table.columns[col].idle_pages
 
     def frees(self, col: int, size: int) -> bool:
-        """Whether an extent of that size is free once the column's idle pieces are unmapped."""
+        """Whether an extent of that size is free once the column's idle ones are unmapped."""
         return size in self._table.idle_sizes(col)
 
-    def next_whole(self, col: int) -> int:
+    def next_reusable(self, col: int) -> int:
         """Pages of the next idle extent if it can be live again where it is, else 0."""
-        return self._table.next_whole(col)
+        return self._table.next_reusable(col)
 
     def pages_needed(self, wants: Mapping[int, Write]) -> int:
         """New pages and copies of shared ones."""
@@ -101,7 +101,7 @@ class CudaRegion:
             for col, (_, end, _) in wants.items()
         )
         return new + self._table.copies_needed(
-            [(col, *self._written(write)) for col, write in wants.items()]
+            [self._span(col, write) for col, write in wants.items()]
         )
 
     # --- growth; ``pages`` is how many live pages the column is to have
@@ -109,7 +109,7 @@ class CudaRegion:
     def reuse(self, col: int, pages: int, stream: int) -> None:
         """Make idle extents live, zeroed, where they are and as long as they are not too large."""
         first = self.live_pages(col)
-        while 0 < self.next_whole(col) <= pages - self.live_pages(col):
+        while 0 < self.next_reusable(col) <= pages - self.live_pages(col):
             self._table.make_live(col)
         self._reused(col, first, stream)
 
@@ -125,48 +125,52 @@ class CudaRegion:
 
         When the driver refuses they become spare and the column stays as it was.
         """
-        first, pieces = self.live_pages(col), whole(extents)
-        try:
-            self._addresses.map(col, first, pieces)
-        except StoreError:
-            self._pool.give(extents)
-            raise
-        self._table.append(col, pieces)
+        first = self.live_pages(col)
+        self._map(col, extents, extents)
         self._addresses.zero(col, first, self.live_pages(col), stream)
 
     # --- sharing
 
-    def leads(self, src: int, n_rows: int, known: int) -> list[Piece]:
-        """What a clone of the first rows of a column can share with it.
+    def clone_parts(
+        self, src: int, dst: int, n_rows: int, known: int
+    ) -> tuple[list[Extent], tuple[int, int]]:
+        """What a clone of the first rows of a column shares, and the pages that it needs beside.
 
-        Nothing of a ring whose next row takes the place of its first: it would be copied soon.
+        These are the others that lie wholly below its length, and then the rest: apart, so that a
+        clone of the same length has the former in common with this one. Nothing is shared of a
+        ring whose next row takes the place of its first: it would be copied soon.
         """
         geometry = self.geometry
-        if geometry.policy.window is not None and known >= geometry.rows:
-            return []
-        return self._table.leads(src, n_rows * geometry.row_bytes // geometry.page_size)
+        whole = min(n_rows, geometry.rows) * geometry.row_bytes // geometry.page_size
+        wraps = geometry.policy.window is not None and known >= geometry.rows
+        shared = [] if wraps else self._table.within(src, whole)
+        copied = whole - sum(extent.pages for extent in shared)
+        return shared, (copied, geometry.pages_of(dst, n_rows) - whole)
 
-    def share(self, src: int, dst: int, leads: Sequence[Piece]) -> None:
-        """Map the leads of ``src`` in the empty ``dst`` too, which must have no idle pieces."""
-        self._addresses.map(dst, 0, leads)
-        self._table.share(src, dst, leads)
-        if leads[-1].pages < leads[-1].extent.pages:
-            self._loose.add(dst)
+    def clone(
+        self, src: int, dst: int, n_rows: int, shared: list[Extent], new: list[Extent], stream: int
+    ) -> None:
+        """Map extents of ``src`` and new ones in ``dst``, where nothing is; copy into the new ones.
 
-    def copy(self, src: int, dst: int, n_rows: int, stream: int) -> None:
-        """Copy the pages that hold the first rows of ``src``, but for those that are shared."""
-        first, last = self.shared_end(dst), self.geometry.pages_of_rows(n_rows)
+        When the driver refuses the new ones become spare and nothing is mapped.
+        """
+        self._map(dst, [*shared, *new], new)
+        first, last = sum(extent.pages for extent in shared), self.geometry.pages_of_rows(n_rows)
+        self._table.share(src, dst, first)
         self._addresses.copy(src, dst, first, last, stream)
+        self._addresses.zero(dst, last, self.live_pages(dst), stream)
 
-    def privatize(self, col: int, write: Write, stream: int) -> None:
-        """Exchange the shared pages that are to be written for copies.
+    def exchanges(self, col: int, write: Write) -> list[Exchange]:
+        """What must be exchanged before a write, since others have it."""
+        return self._table.exchanges(*self._span(col, write), {})
+
+    def privatize(self, col: int, exchanges: Sequence[Exchange], known: int, stream: int) -> None:
+        """Exchange shared extents for copies; nothing idle may be behind one that gets shorter.
 
         Raises StoreFullError between two extents or before the first one.
         """
-        if not self.shared_end(col):
-            return
-        for cut in reversed(self._table.cuts(col, *self._written(write))):
-            self._cut(col, cut, write[2], stream)
+        for exchange in reversed(exchanges):
+            self._exchange(col, exchange, known, stream)
         stale = self._table.take_stale(col)
         if stale:
             self._addresses.zero(col, *stale, stream)
@@ -189,15 +193,15 @@ class CudaRegion:
             self._loose.discard(col)
 
     def unmap_idle(self, col: int, most: int | None = None) -> None:
-        """Unmap the last ``most`` idle pieces (None: all), with one call for all of them.
+        """Unmap the last ``most`` idle extents (None: all), with one call for all of them.
 
-        The device must be done with them. Extents that are mapped nowhere any more go to the pool.
+        The device must be done with them. Those that are mapped nowhere any more go to the pool.
         """
-        pieces = self._table.last_idle(col, most)
-        if pieces:
-            pages = sum(piece.pages for piece in pieces)
+        extents = self._table.last_idle(col, most)
+        if extents:
+            pages = sum(extent.pages for extent in extents)
             self._addresses.unmap(col, self.live_pages(col) + self.idle_pages(col) - pages, pages)
-            self._pool.give(self._table.drop_idle(col, len(pieces)))
+            self._pool.give(self._table.drop_idle(col, len(extents)))
 
     def close(self) -> None:
         """Unmap everything; the device must be idle. The addresses go with the last tensor."""
@@ -207,40 +211,47 @@ class CudaRegion:
         self._loose.clear()
         self._addresses.close()
 
-    def _written(self, write: Write) -> tuple[int, int]:
-        """Pages [first, last) of a column that a write changes; of a ring that wraps, all."""
+    def _map(self, col: int, extents: list[Extent], new: list[Extent]) -> None:
+        """Map extents behind the live ones; when the driver refuses the new ones become spare."""
+        try:
+            self._addresses.map(col, self.live_pages(col), extents)
+        except StoreError:
+            self._pool.give(new)
+            raise
+        self._table.append(col, extents)
+
+    def _span(self, col: int, write: Write) -> tuple[int, int, int, int]:
+        """Column, pages [first, last) that a write changes, pages that the column needs then.
+
+        Of a ring that wraps a write changes all.
+        """
         start, end, known = write
         start, geometry = min(start, known), self.geometry
+        pages = geometry.pages_of(col, max(end, known))
         if start >= end:
-            return 0, 0
+            return col, 0, 0, pages
         if end > geometry.rows:
-            return 0, geometry.pages_per_column
+            return col, 0, geometry.pages_per_column, pages
         size = geometry.page_size
-        return start * geometry.row_bytes // size, -(-end * geometry.row_bytes // size)
+        return col, start * geometry.row_bytes // size, -(-end * geometry.row_bytes // size), pages
 
-    def _cut(self, col: int, cut: Cut, known: int, stream: int) -> None:
-        extents = self._pool.take_all(cut.copies)
-        pieces, first = whole(extents), cut.first + cut.keep
-        copied = min(max(0, self.geometry.pages_of_rows(known) - first), cut.copies)
+    def _exchange(self, col: int, exchange: Exchange, known: int, stream: int) -> None:
+        """Put copies in the place of a shared extent, or leave that as it was."""
+        first, old = exchange.first, exchange.extent
+        (extents,) = self._pool.take_all([exchange.pages])
+        copied = min(self.geometry.pages_of_rows(known) - first, exchange.pages)
         try:
-            self._window.fill(pieces, self._addresses.of(col, first), copied, stream)
-            self._exchange(col, cut, pieces)
+            self._window.fill(extents, self._addresses.of(col, first), copied, stream)
+            self._addresses.unmap(col, first, old.pages)
+            try:
+                self._addresses.map(col, first, extents)
+            except StoreError:
+                self._addresses.map(col, first, [old])
+                raise
         except StoreError:
             self._pool.give(extents)
             raise
-        self._table.replace(col, cut, pieces)
-        if cut.keep:
-            self._loose.add(col)
-
-    def _exchange(self, col: int, cut: Cut, pieces: list[Piece]) -> None:
-        """Map what a cut keeps and new pieces where its piece was, or leave that as it was."""
-        self._addresses.unmap(col, cut.first, cut.piece.pages)
-        kept = [Piece(cut.piece.extent, cut.keep)] if cut.keep else []
-        try:
-            self._addresses.map(col, cut.first, [*kept, *pieces])
-        except StoreError:
-            self._addresses.map(col, cut.first, [cut.piece])
-            raise
+        self._table.replace(col, exchange, extents)
 
     def _reused(self, col: int, first: int, stream: int) -> None:
         self.reused_pages += self.live_pages(col) - first

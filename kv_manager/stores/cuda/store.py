@@ -187,13 +187,12 @@ class CudaVmmStore(ColumnStore):
         self._retire("release", cols, 0)
 
     def clone(self, src: int, dst: int, n_rows: int) -> None:
-        """Maps the pages that lie wholly below ``n_rows`` in both columns, and copies the others.
+        """Maps the extents that lie wholly below ``n_rows`` in both columns, and copies the others.
 
-        The driver maps an allocation from its start only. So whole extents are shared, and the
-        leading part of the last one if that is half of it at least: the other part is private to
-        ``src``, and lost (see ``committed_pages``) once ``src`` is released and while ``dst``
-        lives. A part smaller than that, the page that ``n_rows`` divides and a ring that has
-        wrapped are copied in the order of the stream. Copies are backed here, and refused here.
+        The driver maps an allocation as a whole. So what an extent of ``src`` holds below
+        ``n_rows`` is copied if it goes on beyond: whole pages into extents that end with them, the
+        page that ``n_rows`` divides into one behind. A ring that has wrapped is copied too. Copies
+        are made in the order of the stream; they are backed here, and refused here.
         """
         self._begin("clone")
         end = self._reach.end
@@ -202,7 +201,8 @@ class CudaVmmStore(ColumnStore):
             self._retire("clone", (dst,), 0)  # what a refused call had gathered
         try:
             with self._access.of_caller("clone"):
-                self._growth.clone(src, dst, n_rows, end[src], self._access.stream)
+                if n_rows:
+                    self._growth.clone(src, dst, n_rows, end[src], self._access.stream)
                 end[dst] = n_rows
                 self._reach.publish(src)
                 self._reach.publish(dst)
@@ -238,7 +238,7 @@ class CudaVmmStore(ColumnStore):
 
     @property
     def committed_pages(self) -> int:
-        """Pages of extents in live columns, each extent once and whole; scratch included."""
+        """Pages of extents in live columns, each extent once; scratch included."""
         return sum(region.committed for region in self._regions)
 
     @property

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from .driver import Driver
-from .extents import SIZES
-from .pieces import Piece, map_pieces
+from .extents import SIZES, Extent
+from .mapped import map_extents
 
 __all__ = ["Window"]
 
@@ -23,16 +23,16 @@ class Window:
         self._nbytes = SIZES[0] * page_size
         self._base: int | None = None
 
-    def fill(self, pieces: Sequence[Piece], source: int, copied: int, stream: int) -> None:
+    def fill(self, extents: Sequence[Extent], source: int, copied: int, stream: int) -> None:
         """Copy ``copied`` pages from an address, zero the rest; the stream is idle on return.
 
-        The pieces are mapped nowhere then. Raises StoreError.
+        The extents are mapped nowhere then. Raises StoreError.
         """
         driver, size = self._driver, self._page_size
         if self._base is None:
             self._base = driver.reserve(self._nbytes, size)
-        base, pages = self._base, sum(piece.pages for piece in pieces)
-        map_pieces(driver, base, pieces, size)
+        base, pages = self._base, sum(extent.pages for extent in extents)
+        map_extents(driver, base, extents, size)
         try:
             if copied:
                 driver.copy(base, source, copied * size, stream)
