@@ -58,7 +58,10 @@ class ColumnManager(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec: ColumnSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.table = ColumnTable(
-            kv_cache_spec.geometry, kv_cache_spec.block_tokens, kv_cache_spec.compact
+            kv_cache_spec.geometry,
+            kv_cache_spec.block_tokens,
+            kv_cache_spec.compact,
+            kv_cache_spec.cut_pages,
         )
         self.table.pool = PagePool.take_over(self.block_pool, self.table)
         self._has_waited: set[str] = set()

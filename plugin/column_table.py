@@ -50,12 +50,14 @@ class Column:
         number: as workers know it, from 1.
         pages: of each region in order, the pages under its rows.
         hashes: of the blocks of tokens that it holds since an earlier step.
+        cuts: of each region, numbers of pages below which a store can tell pages apart.
         high: positions 0 .. high-1 may have been written.
         request: whose it is; None: retained.
     """
 
     number: int
     pages: list[list[KVCacheBlock]]
+    cuts: list[set[int]]
     hashes: list[bytes] = field(default_factory=list)
     high: int = 0
     request: str | None = None
@@ -83,6 +85,8 @@ class ColumnTable:
         geometry: of the cache.
         block_tokens: tokens of a hashed block.
         lowest_first: see `FreeColumns`.
+        cut_pages: most pages below a cut through a column that a store cannot tell from those
+            above it, so that a clone has a copy of them and a rewind keeps as many above.
 
     Attributes:
         commands: for the workers, since they were last taken.
@@ -91,8 +95,15 @@ class ColumnTable:
 
     pool: "PagePool"
 
-    def __init__(self, geometry: CacheGeometry, block_tokens: int, lowest_first: bool) -> None:
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        block_tokens: int,
+        lowest_first: bool,
+        cut_pages: int = 0,
+    ) -> None:
         self.geometry = geometry
+        self._cut_pages = cut_pages
         self.block_tokens = block_tokens
         self.commands: list[Command] = []
         self.retained_pages = 0
@@ -187,20 +198,29 @@ class ColumnTable:
         assert hit.source is not None
         tokens = hit.blocks * self.block_tokens
         kept = []
-        for region, pages in zip(self.geometry.regions, hit.source.pages, strict=True):
-            whole = self._whole_pages(region, tokens)
-            stay = pages[: region.pages_of_rows(tokens)]
-            kept.append(stay[:whole] + [page for page in stay[whole:] if page.ref_cnt == 1])
+        for region, pages, cuts in zip(
+            self.geometry.regions, hit.source.pages, hit.source.cuts, strict=True
+        ):
+            below = self._pages_below(region, tokens, cuts)
+            stay = pages[: region.pages_of_rows(tokens) + self._cut_pages]
+            kept.append(stay[:below] + [page for page in stay[below:] if page.ref_cnt == 1])
         return kept
 
     def _shared(self, hit: Hit) -> list[list[KVCacheBlock]]:
         """Pages that a clone has in common with its source, for each region."""
         assert hit.source is not None
         tokens = hit.blocks * self.block_tokens
-        return [
-            pages[: self._whole_pages(region, tokens)]
-            for region, pages in zip(self.geometry.regions, hit.source.pages, strict=True)
-        ]
+        shared = []
+        for region, pages, cuts in zip(
+            self.geometry.regions, hit.source.pages, hit.source.cuts, strict=True
+        ):
+            shared.append(pages[: self._pages_below(region, tokens, cuts)])
+        return shared
+
+    def _pages_below(self, region: RegionGeometry, tokens: int, cuts: set[int]) -> int:
+        """Pages that can be told apart from what is written beyond so many tokens."""
+        whole = self._whole_pages(region, tokens)
+        return whole if whole in cuts else max(whole - self._cut_pages, 0)
 
     @staticmethod
     def _whole_pages(region: RegionGeometry, tokens: int) -> int:
@@ -227,7 +247,8 @@ class ColumnTable:
     def _new(self) -> Column:
         if not self._free:
             self.evict()
-        column = Column(self._free.take(), [[] for _ in self.geometry.regions])
+        regions = self.geometry.regions
+        column = Column(self._free.take(), [[] for _ in regions], [set() for _ in regions])
         self._columns[column.number] = column
         return column
 
@@ -245,6 +266,8 @@ class ColumnTable:
             dropped += [page for page in pages if page.block_id not in staying]
         self._drop(dropped)
         column.pages = kept
+        for cuts, stay in zip(column.cuts, kept, strict=True):
+            cuts.intersection_update(range(len(stay) + 1))
         column.high = self.geometry.high_after_rewind(column.high, tokens)
         self.commands.append(Rewind(column.number, tokens))
         return column
@@ -261,6 +284,12 @@ class ColumnTable:
             self.pool.touch(pages)
         column = self._new()
         column.pages = shared
+        for region, cuts, known in zip(
+            self.geometry.regions, column.cuts, source.cuts, strict=True
+        ):
+            whole = self._whole_pages(region, tokens)
+            cuts.update(cut for cut in known if cut < whole)
+            cuts.add(whole)
         column.hashes = source.hashes[: hit.blocks]
         self._index.add(column.number, column.hashes)
         column.high = self.geometry.high_after_rewind(source.high, tokens)

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from vllm_kv_columns.kv_manager import hooks
 from vllm_kv_columns.kv_manager.config import CacheConfig, FlatPolicy, LayerGroup, RingPolicy
 from vllm_kv_columns.kv_manager.geometry import CacheGeometry
 from vllm_kv_columns.plugin.options import ColumnOptions
@@ -50,6 +51,7 @@ class ColumnSpec(AttentionSpec):
         rows: rows of a column in this layer.
         window: sliding window in tokens, None for full attention.
         block_tokens: tokens of a block of which a hash is known, the unit of prefix reuse.
+        cut_pages: see `ColumnStore`.
         compact: whether the lowest free column goes first, so that running sequences lie close
             together, or the one that was freed first, whose last work is done by then.
     """
@@ -58,6 +60,7 @@ class ColumnSpec(AttentionSpec):
     rows: int
     window: int | None
     block_tokens: int
+    cut_pages: int
     compact: bool
 
     @property
@@ -170,6 +173,7 @@ def column_specs(
             rows=region.rows,
             window=region.policy.window,
             block_tokens=user_block or BLOCK_TOKENS,
+            cut_pages=hooks.store_class(options.store).cut_pages,
             compact=compact,
         )
         for region in geometry.regions

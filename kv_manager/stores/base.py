@@ -29,6 +29,10 @@ class ColumnStore(ABC):
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     """Values of ``torch.device.type`` on which the views lie."""
+    cut_pages: ClassVar[int] = 0
+    """Most whole pages on either side of a cut through a column that stay together with it: so many
+    of those below are copied and not shared by a clone, so many of those above stay after a rewind.
+    A clone itself can be cut where it was made without that."""
 
     geometry: CacheGeometry
     spare_bytes: int = 0

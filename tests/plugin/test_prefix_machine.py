@@ -7,7 +7,7 @@ wrongly, overwritten or lost is seen as soon as a request or a retained column s
 import zlib
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,9 +22,11 @@ from hypothesis.stateful import (
 )
 from vllm.v1.core.block_pool import BlockPool
 
+from tests.kv_manager.builders import FakeCudaStore
 from vllm_kv_columns.kv_manager import (
     CacheConfig,
     CacheGeometry,
+    ColumnStore,
     FlatPolicy,
     HostStore,
     LayerGroup,
@@ -60,6 +62,7 @@ class Request:
 
 
 class Serving(RuleBasedStateMachine):
+    store_type: type[ColumnStore] = HostStore
     groups: tuple[LayerGroup, ...] = (LayerGroup("flat", (FLAT,), FlatPolicy(), 1, 64, "float32"),)
 
     def __init__(self) -> None:
@@ -82,6 +85,7 @@ class Serving(RuleBasedStateMachine):
             rows=CAPACITY,
             window=None,
             block_tokens=BLOCK,
+            cut_pages=self.store_type.cut_pages,
             compact=True,
         )
         self.pool = BlockPool(BUDGET + 1, enable_caching=True, hash_block_size=128)
@@ -93,7 +97,7 @@ class Serving(RuleBasedStateMachine):
             scheduler_block_size=128,
         )
         self.table = self.manager.table
-        self.store = HostStore(self.geometry)
+        self.store = self.store_type(self.geometry)
         self.store.limit_pages = BUDGET + self.geometry.scratch_pages
         self.driver = ColumnDriver(self.store)
         self.waiting: list[Request] = []
@@ -335,6 +339,19 @@ class RingServing(Serving):
     )
 
 
+class SmallExtentStore(FakeCudaStore):
+    """The store for CUDA devices, over a driver that is only pretended.
+
+    A step here asks for so few pages that no extent of a column is larger, but what clones copied.
+    """
+
+    cut_pages: ClassVar[int] = 3
+
+
+class CudaServing(RingServing):
+    store_type = SmallExtentStore
+
+
 SETTINGS = settings(
     max_examples=150,
     stateful_step_count=40,
@@ -345,6 +362,8 @@ TestServing = Serving.TestCase
 TestServing.settings = SETTINGS
 TestRingServing = RingServing.TestCase
 TestRingServing.settings = SETTINGS
+TestCudaServing = CudaServing.TestCase
+TestCudaServing.settings = SETTINGS
 
 
 def test_the_hits_of_a_trace() -> None:

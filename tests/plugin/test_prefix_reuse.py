@@ -131,7 +131,6 @@ def test_the_limit_can_be_changed_while_requests_run(
     result = run_engine(job, [{**first, "limits": limits}, then], weights="random")
     assert [tokens(result, i) for i in (0, 1)] == [tokens(stock, i) for i in (0, 1)]
     held = [step["resident_bytes"] / PAGE for step in result["log"]]
-    print(held, result["preemptions"])
     assert result["preemptions"] > 0
     assert max(held[:10]) > LOWERED >= max(held[14:60])
     assert STARTED < max(held[60:]) <= RAISED

@@ -14,7 +14,7 @@ from .access import Access
 from .chores import Chores
 from .cuda_driver import CudaDriver
 from .driver import Driver
-from .extents import ExtentPool
+from .extents import SIZES, ExtentPool
 from .growth import Growth
 from .keeper import Keeper
 from .reach import Reach
@@ -54,6 +54,7 @@ class CudaVmmStore(ColumnStore):
     stable_views: ClassVar[bool] = True
     per_column: ClassVar[bool] = True
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    cut_pages: ClassVar[int] = SIZES[0] - 1
     POLL_SECONDS: ClassVar[float] = 0.03
     """How often the keeper asks for events while columns are retired."""
     URGENT_ROWS: ClassVar[int] = 4
