@@ -75,6 +75,8 @@ def engine(
         "max_num_seqs": 64,
     }
     greedy = {"prompts": texts, "params": GREEDY}
+    turns = [[text[i : i + 60] for i in range(0, 240, 60)] for text in texts if len(text) > 300]
+    chats = {"chats": turns, "params": GREEDY}
     likeliest = {"prompts": texts, "params": LIKELIEST}
     gemma3: Job = {
         "model": str(tiny_models.gemma3_shape(tmp_path_factory.mktemp("gemma3_shape"))),
@@ -125,7 +127,12 @@ def engine(
         "exact stock": (llm(exact, TRITON), [greedy], {"env": IEEE, **stock}),
         "exact columns": (
             llm(exact, COLUMNS),
-            [greedy, {**greedy, "abort_after": 9}],
+            [greedy, {**greedy, "abort_after": 9}, chats],
+            {},
+        ),
+        "exact with reuse": (
+            llm({**few, "max_num_batched_tokens": 1024}, COLUMNS, {"enable_prefix_caching": True}),
+            [greedy, chats, greedy],
             {},
         ),
         "exact preempted": (
@@ -167,6 +174,14 @@ def test_float32_tokens_are_stocks(engine: Callable[[str], Result]) -> None:
 
 def test_an_aborted_request_leaves_the_others_alone(engine: Callable[[str], Result]) -> None:
     assert tokens(engine("exact columns"), 1) == tokens(engine("exact columns"))[1:]
+
+
+def test_prefixes_are_reused_and_no_token_changes(engine: Callable[[str], Result]) -> None:
+    reused, plain = engine("exact with reuse"), engine("exact columns")
+    assert tokens(reused) == tokens(reused, 2) == tokens(plain)
+    assert tokens(reused, 1) == tokens(plain, 2)
+    assert plain["prefix_hits"] == 0
+    assert reused["prefix_hits"] > 0.6 * reused["prefix_queries"]
 
 
 def test_preempted_requests_go_on_where_they_were(engine: Callable[[str], Result]) -> None:
