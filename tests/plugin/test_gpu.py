@@ -181,7 +181,7 @@ def test_prefixes_are_reused_and_no_token_changes(engine: Callable[[str], Result
     assert tokens(reused) == tokens(reused, 2) == tokens(plain)
     assert tokens(reused, 1) == tokens(plain, 2)
     assert plain["prefix_hits"] == 0
-    assert reused["prefix_hits"] > 0.6 * reused["prefix_queries"]
+    assert reused["prefix_hits"] > 0.4 * reused["prefix_queries"]
 
 
 def test_preempted_requests_go_on_where_they_were(engine: Callable[[str], Result]) -> None:
