@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from vllm_kv_columns.kv_manager import ColumnStore, hooks
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 __all__ = ["SCRATCH_BLOCK", "SETTLE_SECONDS", "ColumnRunnerMixin"]
+
+logger = init_logger("vllm.plugins.kv_columns")
 
 SCRATCH_BLOCK = ([SCRATCH_COLUMN],)
 """Block ids of a request that has no column: what it writes is lost, and it reads nothing."""
@@ -94,6 +97,13 @@ class ColumnRunnerMixin:
         options = ColumnOptions.of(self.vllm_config)
         store = hooks.store_class(options.store)(geometry)
         store.spare_bytes = options.spare_bytes
+        logger.info(
+            "SDPA_VARLEN: the KV cache is %d columns of up to %d tokens, store %s, kernel %s.",
+            geometry.cols - 1,
+            geometry.capacity,
+            options.store,
+            options.kernel,
+        )
         return store
 
     def refused_in(self, plan: "SchedulerOutput") -> list[str]:

@@ -13,7 +13,7 @@ RunEngine = Callable[..., Result]
 COLUMNS: Job = {"attention_backend": "SDPA_VARLEN", "enable_prefix_caching": True}
 PAGE = 256 * 1024
 STARTED, LOWERED, RAISED = 60, 30, 200  # pages of the cache
-PARAMS = {**GREEDY, "max_tokens": 20}
+PARAMS = {**GREEDY, "max_tokens": 12}
 
 
 def drawn(rng: random.Random, count: int) -> list[int]:
@@ -71,13 +71,13 @@ def all_tokens(result: Result) -> dict[str, Any]:
 
 CHANGES: dict[str, Job] = {
     "defaults": {},
-    "few columns and small chunks, a step ahead": {
+    "few columns, little memory and small chunks, a step ahead": {
         "max_num_seqs": 5,
         "additional_config": {"kv_columns": {"retained": 1}},
+        "kv_cache_memory_bytes": 60 * PAGE,
         "max_num_batched_tokens": 48,
         "async_scheduling": True,
     },
-    "a budget that few sequences fill": {"kv_cache_memory_bytes": 60 * PAGE},
 }
 
 
