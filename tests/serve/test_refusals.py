@@ -15,7 +15,7 @@ REFUSED = {
     "unknown option": (
         ["--additional-config", '{"kv_columns": {"pagesize": 1}}'],
         "Unknown option 'pagesize' in kv_columns; known options: store, kernel, page_size, "
-        "ahead_rows, spare_bytes, layers_per_region.",
+        "ahead_rows, spare_bytes, layers_per_region, retained, retain_seconds.",
     ),
 }
 
