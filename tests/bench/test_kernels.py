@@ -64,7 +64,7 @@ def test_an_anchor_that_fails_on_one_shape_is_reported_and_the_run_goes_on(
     decode, ring = found["shapes"]
     assert decode["failures"] == {}
     ratio = decode["us"]["triton"] / decode["us"]["ours"]
-    assert decode["triton_ratio"] == pytest.approx(ratio, rel=1e-3)
+    assert decode["triton_ratio"] == pytest.approx(ratio, rel=1.6e-3)  # three have four digits
     assert ring["failures"] == {"triton": "RuntimeError: no window here"}
     assert ring["us"]["triton"] is None
     assert ring["us"]["ours"] > 0
