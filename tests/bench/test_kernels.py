@@ -98,8 +98,8 @@ def test_json_names_command_machine_anchors_and_what_was_measured(tmp_path: Path
         3,
     )
     us = shape["us"]["ours"]
-    assert shape["tb_per_s"]["ours"] == pytest.approx(TINY[0].kv_bytes / us / 1e6, rel=1e-3)
-    assert shape["tflop_per_s"]["ours"] == pytest.approx(TINY[0].flop / us / 1e6, rel=1e-3)
+    assert shape["tb_per_s"]["ours"] == pytest.approx(TINY[0].kv_bytes / us / 1e6, rel=2e-3)
+    assert shape["tflop_per_s"]["ours"] == pytest.approx(TINY[0].flop / us / 1e6, rel=2e-3)
     assert 0 < shape["error"]["ours"] < 1e-2
 
 
