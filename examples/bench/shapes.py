@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["BLOCK", "SHAPES", "Shape", "select"]
 
@@ -120,16 +121,17 @@ def _prefill(count: int, length: int) -> tuple[tuple[int, int], ...]:
 
 # Each multiple of 128 up to 16k once, in an order that is not sorted.
 _SKEWED = tuple((1, 128 * (1 + 37 * i % 128)) for i in range(128))
-_TP8 = {"heads": 1, "group": 8, "layers": 32}  # a 70B Llama's layer on one of eight devices
+_8B: dict[str, Any] = {"layers": 32}  # as many as an 8B Llama has, side by side in a row
+_TP8: dict[str, Any] = {"heads": 1, "group": 8, "layers": 32}  # a 70B Llama on one of 8 devices
 
 SHAPES: tuple[Shape, ...] = (
-    Shape("decode-64x4k", "decode", _decode(64, 4 * K)),
-    Shape("decode-256x1k", "decode", _decode(256, K)),
-    Shape("decode-8x32k", "decode", _decode(8, 32 * K)),
-    Shape("decode-1x128k", "decode", _decode(1, 128 * K)),
+    Shape("decode-64x4k", "decode", _decode(64, 4 * K), **_8B),
+    Shape("decode-256x1k", "decode", _decode(256, K), **_8B),
+    Shape("decode-8x32k", "decode", _decode(8, 32 * K), **_8B),
+    Shape("decode-1x128k", "decode", _decode(1, 128 * K), **_8B),
     Shape("decode-128-skewed", "decode", _SKEWED, layers=6),
-    Shape("decode-64x32k-w1k", "decode", _decode(64, 32 * K), window=K),
-    Shape("verify-64x5-at-4k", "verify", ((5, 4 * K),) * 64),
+    Shape("decode-64x32k-w1k", "decode", _decode(64, 32 * K), window=K, **_8B),
+    Shape("verify-64x5-at-4k", "verify", ((5, 4 * K),) * 64, **_8B),
     Shape("prefill-1x8k", "prefill", _prefill(1, 8 * K)),
     Shape("prefill-4x2k", "prefill", _prefill(4, 2 * K)),
     Shape("prefill-16x512", "prefill", _prefill(16, 512)),

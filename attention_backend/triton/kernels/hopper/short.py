@@ -61,8 +61,8 @@ def attend_short_hopper(
 ):
     """``attend_short`` for segments of at most 64 rows a KV head.
 
-    What earlier kernels have written is awaited by all warps. There are as many workers as runs
-    times heads.
+    early: 0 if the schedule may be what the kernel in front writes, see ``kernels/order.py``. There
+    are as many workers as runs times heads.
 
     Descriptors are of [columns, H, rows, D]. KEYS: of a tile of the schedule, BN: of a box. scale
     is positive. Dimensions of query and out lie side by side.
