@@ -52,6 +52,7 @@ class Column:
         hashes: of the blocks of tokens that it holds since an earlier step.
         cuts: of each region, numbers of pages below which a store can tell pages apart.
         high: positions 0 .. high-1 may have been written.
+        floor: what `geometry.floor(high)` is, if it is known.
         request: whose it is; None: retained.
     """
 
@@ -60,6 +61,7 @@ class Column:
     cuts: list[set[int]]
     hashes: list[bytes] = field(default_factory=list)
     high: int = 0
+    floor: int | None = None
     request: str | None = None
 
 
@@ -139,23 +141,37 @@ class ColumnTable:
         """
         most = min(len(hashes), max_tokens // self.block_tokens)
         coming = self._index.longest(hashes, most, self._coming_hashes.__contains__)
+        seen: set[int] = set()
         for blocks in range(self._index.longest(hashes, most), 0, -1):
-            source = self._lender(hashes, blocks)
+            source = self._lender(hashes[blocks - 1], blocks * self.block_tokens, seen)
             if source is not None:
                 return Hit(source, blocks, coming)
         return Hit(None, 0, coming)
 
-    def _lender(self, hashes: Sequence[bytes], blocks: int) -> Column | None:
-        """A column with those blocks: at best one that is retained and ends there, else the latest.
+    def _lender(self, block: bytes, tokens: int, seen: set[int]) -> Column | None:
+        """A column that ends with the block and is retained, at best, else the latest that has it.
 
         The latest may be a clone, and then its memory is cut where the prefix ends.
+
+        Args:
+            seen: columns that could not lend more tokens, and so not these; more are added.
         """
-        for index in (self._ends, self._index):
-            for number in index.latest(hashes[blocks - 1]):
+        holders = self._index.columns(block)
+        if len(holders) == len(seen):
+            return None
+        for number in (*reversed(self._ends.columns(block)), *reversed(holders)):
+            if number not in seen:
                 column = self._columns[number]
-                if self.geometry.floor(column.high) <= blocks * self.block_tokens:
+                if self._floor(column) <= tokens:
                     return column
+                seen.add(number)
         return None
+
+    def _floor(self, column: Column) -> int:
+        """Fewest tokens that the column can lend."""
+        if column.floor is None:
+            column.floor = self.geometry.floor(column.high)
+        return column.floor
 
     # What a request costs.
 
@@ -268,7 +284,7 @@ class ColumnTable:
         column.pages = kept
         for cuts, stay in zip(column.cuts, kept, strict=True):
             cuts.intersection_update(range(len(stay) + 1))
-        column.high = self.geometry.high_after_rewind(column.high, tokens)
+        column.high, column.floor = self.geometry.high_after_rewind(column.high, tokens), None
         self.commands.append(Rewind(column.number, tokens))
         return column
 
@@ -292,7 +308,7 @@ class ColumnTable:
             cuts.add(whole)
         column.hashes = source.hashes[: hit.blocks]
         self._index.add(column.number, column.hashes)
-        column.high = self.geometry.high_after_rewind(source.high, tokens)
+        column.high, column.floor = self.geometry.high_after_rewind(source.high, tokens), None
         self.commands.append(Clone(source.number, column.number, tokens))
         return column
 
@@ -304,7 +320,7 @@ class ColumnTable:
                 new = self.pool.get_new_blocks(missing)
                 self._users.update((page.block_id, 1) for page in new)
                 pages += new
-        column.high = max(column.high, tokens)
+        column.high, column.floor = max(column.high, tokens), None
 
     def will_hold(self, column: Column, hashes: Sequence[bytes], tokens: int) -> None:
         """After the step that is being planned the column holds these tokens of its request."""

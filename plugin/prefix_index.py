@@ -5,7 +5,7 @@ number of a prompt's blocks that some column has is found by bisection.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["PrefixIndex"]
 
@@ -32,9 +32,9 @@ class PrefixIndex:
             if not columns:
                 del self._columns[one]
 
-    def latest(self, block: bytes) -> Iterator[int]:
-        """Columns that have the block, those that got it last first."""
-        return reversed(self._columns.get(block, {}))
+    def columns(self, block: bytes) -> dict[int, None]:
+        """Columns that have the block, in the order in which they got it."""
+        return self._columns.get(block, {})
 
     def longest(
         self, hashes: Sequence[bytes], most: int, also: Callable[[bytes], bool] | None = None
