@@ -124,14 +124,9 @@ class LayerLaunch:
         rows: int,
         negate: bool,
     ) -> None:
+        able = capability(device)
         self.tiles: Tiles = choose_tiles(
-            heads,
-            group,
-            head_size,
-            dtype.itemsize,
-            processors(device),
-            windowed,
-            capability(device),
+            heads, group, head_size, dtype.itemsize, processors(device), windowed, able
         )
         tiles, cut = self.tiles, self.tiles.cut
         shape = {"H": heads, "G": group, "D": head_size, "BD": tiles.dims, **OPTIONS}
@@ -147,7 +142,6 @@ class LayerLaunch:
             "num_warps": tiles.long_warps,
             "num_stages": tiles.long_stages,
         }
-        able = capability(device)
         long_tiles = choose_hopper(able, cut, head_size, dtype.itemsize, windowed, negate)
         if long_tiles is not None:
             from .hopper import HopperLaunch  # loads what other devices have no use for
