@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .prefill_items import CONSUMER_ROWS, CONSUMERS, describe_item, take_item, tell, tile_below
+from .long_items import CONSUMER_ROWS, CONSUMERS, describe_item, take_item, tell, tile_below
 from .ring import bring, copy
 
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .layouts import product_layout, row_layout
-from .prefill_items import CONSUMER_ROWS, CONSUMERS, hear, tile_below
+from .long_items import CONSUMER_ROWS, CONSUMERS, hear, tile_below
 from .softmax import anew, clear, weigh
 
 
