@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 __all__ = [
     "Cut",
+    "HopperLong",
     "HopperShort",
-    "HopperTiles",
     "Tiles",
-    "choose_hopper",
+    "choose_hopper_long",
     "choose_hopper_short",
     "choose_tiles",
     "power_of_two",
@@ -50,6 +50,11 @@ class Cut:
     def most_runs(self) -> int:
         """Runs of any step, for which there must be room."""
         return max(self.runs, self.draft_runs)
+
+    @property
+    def second_runs(self) -> int:
+        """Runs of a cut for drafts alone; 0 where that for decodes serves them, too."""
+        return 0 if self.draft_runs == self.runs else self.draft_runs
 
     def has_drafts(self, tokens: int, max_q_len: int | None) -> bool:
         """Whether a step of so many query rows may have segments of more than small_rows."""
@@ -154,7 +159,7 @@ def choose_tiles(
 
 
 @dataclass(frozen=True)
-class HopperTiles:
+class HopperLong:
     """Launch parameters of the long segments' kernel for Hopper.
 
     keys: of a tile; stages: places for tiles of K, and as many for V. turns: whether the two
@@ -172,14 +177,14 @@ class HopperTiles:
     heads_first: bool
 
 
-def choose_hopper(
+def choose_hopper_long(
     capability: tuple[int, int],
     cut: Cut,
     head_size: int,
     element_size: int,
     windowed: bool,
     negate: bool,
-) -> HopperTiles | None:
+) -> HopperLong | None:
     """Tiles for layers of a shape on a device of that compute capability; None: not for these.
 
     A consumer's scores, weights and result must fit its registers, and K and V shared memory.
@@ -188,7 +193,7 @@ def choose_hopper(
         return None
     wide = head_size == 256
     keys = 64 if wide else 128
-    return HopperTiles(
+    return HopperLong(
         keys=keys,
         stages=min(4, 2 * 128 * 128 // (keys * head_size)),
         turns=not wide,

@@ -8,7 +8,7 @@ import torch
 from .buffers import GAP_ROWS, Buffers
 from .config import (
     Tiles,
-    choose_hopper,
+    choose_hopper_long,
     choose_hopper_short,
     choose_tiles,
     power_of_two,
@@ -17,7 +17,7 @@ from .device import OPTIONS, capability, overlap, processors
 from .kernels import decode, prefill, schedule, write
 
 if TYPE_CHECKING:
-    from .hopper import HopperLaunch
+    from .hopper_long import HopperLongLaunch
     from .hopper_short import HopperShortLaunch
 
 __all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
@@ -40,7 +40,7 @@ def launch_schedule(
     cut = buffers.cut
     programs = sum(
         -(-entries // GAP_ROWS)
-        for entries in (cut.runs, cut.draft_runs, buffers.max_tiles, buffers.tokens)
+        for entries in (cut.runs, cut.second_runs, buffers.max_tiles, buffers.tokens)
     )
     schedule.make_schedule[(programs,)](
         seq_info,
@@ -57,7 +57,7 @@ def launch_schedule(
         NO_WINDOW if window is None else min(window, NO_WINDOW),
         G=cut.group,
         R=cut.runs,
-        DRAFT_R=cut.draft_runs,
+        DRAFT_R=cut.second_runs,
         MIN_TILES=cut.min_tiles,
         BN=cut.short_keys,
         BM_SHORT=cut.short_rows,
@@ -108,7 +108,7 @@ def launch_write(
 class LayerLaunch:
     """Attention of layers of one shape, dtype, sign of scale and kind of mask."""
 
-    hopper: "HopperLaunch | None" = None
+    hopper_long: "HopperLongLaunch | None" = None
     hopper_short: "HopperShortLaunch | None" = None
 
     def __init__(
@@ -124,14 +124,9 @@ class LayerLaunch:
         rows: int,
         negate: bool,
     ) -> None:
+        able = capability(device)
         self.tiles: Tiles = choose_tiles(
-            heads,
-            group,
-            head_size,
-            dtype.itemsize,
-            processors(device),
-            windowed,
-            capability(device),
+            heads, group, head_size, dtype.itemsize, processors(device), windowed, able
         )
         tiles, cut = self.tiles, self.tiles.cut
         shape = {"H": heads, "G": group, "D": head_size, "BD": tiles.dims, **OPTIONS}
@@ -147,12 +142,11 @@ class LayerLaunch:
             "num_warps": tiles.long_warps,
             "num_stages": tiles.long_stages,
         }
-        able = capability(device)
-        long_tiles = choose_hopper(able, cut, head_size, dtype.itemsize, windowed, negate)
+        long_tiles = choose_hopper_long(able, cut, head_size, dtype.itemsize, windowed, negate)
         if long_tiles is not None:
-            from .hopper import HopperLaunch  # loads what other devices have no use for
+            from .hopper_long import HopperLongLaunch  # loads what other devices have no use for
 
-            self.hopper = HopperLaunch(
+            self.hopper_long = HopperLongLaunch(
                 long_tiles, cut, head_size, dtype, device, windowed=windowed, causal=causal
             )
         short_tiles = choose_hopper_short(able, cut, head_size, dtype.itemsize, negate)
@@ -203,9 +197,9 @@ class LayerLaunch:
         drafts = cut.has_drafts(tokens, max_q_len)
         tensors = (query, key_cache, value_cache, out, seq_info)
         numbers: _Numbers = {"rows": rows, "window": window, "scale": scale}
-        hopper = self.hopper_short
-        if hopper is None or not hopper.run(*tensors, buffers, **numbers, early=early):
-            short = self.tiles.draft if drafts else self.tiles.decode
+        short = self.hopper_short
+        if short is None or not short.run(*tensors, buffers, **numbers, early=early):
+            tiles = self.tiles.draft if drafts else self.tiles.decode
             decode.attend_short[((cut.draft_runs if drafts else cut.runs) * cut.heads,)](
                 *tensors,
                 buffers.draft_pieces if drafts else buffers.pieces,
@@ -220,17 +214,18 @@ class LayerLaunch:
                 window,
                 scale,
                 *strides,
-                BM=short.rows,
+                BM=tiles.rows,
                 BN=cut.short_keys,
-                LARGE=drafts and cut.short_rows > short.rows,
-                num_warps=short.warps,
-                num_stages=short.stages,
-                maxnreg=short.registers,
+                LARGE=drafts and cut.short_rows > tiles.rows,
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+                maxnreg=tiles.registers,
                 **self._short,
             )
         if not max_tiles:
             return
-        if self.hopper is None or not self.hopper.run(*tensors, buffers, max_tiles, **numbers):
+        long = self.hopper_long
+        if long is None or not long.run(*tensors, buffers, max_tiles, **numbers):
             programs = max_tiles * cut.heads * (cut.long_rows // self.tiles.long_rows)
             prefill.attend_long[(programs,)](
                 *tensors,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
+OPTIONS = ("num_warps", "enable_fp_fusion")
 
 
 def compile_gluon(

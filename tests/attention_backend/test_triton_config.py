@@ -162,7 +162,7 @@ def test_schedule_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     made = parameters(128, torch.bfloat16, False, monkeypatch)
     cut: Cut = made.tiles.cut
     numbers = {"G": 4, "R": cut.runs, "MIN_TILES": cut.min_tiles, "BN": 64}
-    numbers |= {"DRAFT_R": cut.draft_runs}
+    numbers |= {"DRAFT_R": cut.second_runs}
     blocks = {"BM_SHORT": 64, "BM_LONG": 128, "BE": 32, "BS": 128, "OVERLAP": True}
     options = {"num_warps": 8, "enable_fp_fusion": True}
     compile_for_hopper(schedule.make_schedule, numbers | blocks | options, "bf16")

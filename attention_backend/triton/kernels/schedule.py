@@ -179,9 +179,10 @@ def make_schedule(
 
     pieces: segment and tile that a run begins with, its number of tiles; the number of runs that
     share the segment that it ends within and began, 0 for none; the run that began the segment
-    that it begins within. draft_pieces: the same for the kernel of steps that may have drafts;
-    which of them a captured layer reads was settled before the lengths were known. tiles: segment
-    (-1 for none) and query tile. window: 1 << 30 for none.
+    that it begins within. draft_pieces: the same for the kernel of steps that may have drafts,
+    where that has runs of its own (DRAFT_R, else 0); which of them a captured layer reads was
+    settled before the lengths were known. tiles: segment (-1 for none) and query tile. window:
+    1 << 30 for none.
     """
     after_earlier_kernels(OVERLAP)
     let_later_kernels_start(OVERLAP)
@@ -196,10 +197,11 @@ def make_schedule(
             G, R, MIN_TILES, BM_SHORT, BN, BE, BS,
         )  # fmt: skip
     elif pid < before_tiles:
-        _cut(
-            pid - cut_programs, seq_info, info_s, info_c, draft_pieces, S, window,
-            G, DRAFT_R, MIN_TILES, BM_SHORT, BN, BE, BS,
-        )  # fmt: skip
+        if DRAFT_R > 0:
+            _cut(
+                pid - cut_programs, seq_info, info_s, info_c, draft_pieces, S, window,
+                G, DRAFT_R, MIN_TILES, BM_SHORT, BN, BE, BS,
+            )  # fmt: skip
     elif pid < before_tiles + tile_programs:
         _list_tiles(
             pid - before_tiles, seq_info, info_s, info_c, tiles, progress, S, max_tiles,

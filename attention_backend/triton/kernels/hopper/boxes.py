@@ -2,13 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..order import after_earlier_kernels
 from ..segments import first_key, short_tiles
-
-# Triton renamed it after 3.6.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from .ring import bring
 
 
 @gluon.jit
@@ -74,19 +71,6 @@ def box_at(i, begin, turn, end, zero, n_old, rows, BN: gl.constexpr, WINDOWED: g
 
 
 @gluon.jit
-def _bring(
-    desc, boxes, full, empty, count, col, head, row,
-    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Bring the count-th box of all when its place is free."""
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), BN * D * 2)
-    _copy(desc, [col, head, row, 0], full.index(stage), boxes.index(stage))
-
-
-@gluon.jit
 def produce(
     k_desc,
     v_desc,
@@ -129,8 +113,9 @@ def produce(
             start, _low, row = box_at(i, begin, turn, end, zero, n_old, rows, BN, WINDOWED)
             if start + BN > kv_end - q_len:
                 after_earlier_kernels(OVERLAP)
-            _bring(k_desc, boxes, full, empty, count, col, head, row, BN, D, STAGES)
-            _bring(v_desc, boxes, full, empty, count + 1, col, head, row, BN, D, STAGES)
+            at = [col, head, row, 0]
+            bring(k_desc, at, boxes, full, empty, count, BN * D, STAGES)
+            bring(v_desc, at, boxes, full, empty, count + 1, BN * D, STAGES)
             count += 2
         left = gl.where(n_tiles > 0, left - take, 0)
         tile = tile * 0

@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .layouts import WARPS, row_layout
+
 # Triton renamed it after 3.6.
 _all_here = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -39,7 +41,7 @@ def finish(
 @gluon.jit
 def _combine(
     owner, first, n, step, final, q_start, q_len, head, T, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
     ROWS: gl.constexpr, RB: gl.constexpr, BP: gl.constexpr,
 ):  # fmt: skip
     """Add up n parts of the segment, the first-th and every step-th from it.
@@ -118,7 +120,7 @@ def _arrive(counter, expected):
 @gluon.jit
 def merge(
     owner, run, q_start, q_len, head, T, pieces, arrivals, ends,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
     ROWS: gl.constexpr, RB: gl.constexpr, BP: gl.constexpr,
 ):  # fmt: skip
     """Say that the part is there. The last to come merges them, always in the order of the runs.
@@ -139,7 +141,7 @@ def merge(
             if go:
                 _combine(
                     owner, first, size, 1, False, q_start, q_len, head, T, ends,
-                    H, G, D, WARPS, ROWS, RB, BP,
+                    H, G, D, ROWS, RB, BP,
                 )  # fmt: skip
         n = (parts + _GROUP - 1) // _GROUP
         step = _GROUP
@@ -148,18 +150,17 @@ def merge(
         if go:
             _combine(
                 owner, 0, n, step, True, q_start, q_len, head, T, ends,
-                H, G, D, WARPS, ROWS, RB, BP,
+                H, G, D, ROWS, RB, BP,
             )  # fmt: skip
 
 
 @gluon.jit
 def zero_rows(
     first, step, out, live, gaps, T, o_t, o_h,
-    HQ: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr, BG: gl.constexpr,
+    HQ: gl.constexpr, D: gl.constexpr, BG: gl.constexpr,
 ):  # fmt: skip
     """Zero the rows without a segment, in blocks of BG, the first-th and every step-th after it."""
-    LANES: gl.constexpr = D // 8 if D < 256 else 32
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    L: gl.constexpr = row_layout(D)
     dim = gl.arange(0, D, gl.SliceLayout(0, L))[None, :]
     nothing = gl.full([BG, D], 0.0, out.dtype.element_ty, L)
     for block in range(first, (T + BG - 1) // BG, step):

@@ -11,11 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..order import after_earlier_kernels, let_later_kernels_start
 from .boxes import box_at, find_segment, sections_of
+from .layouts import product_layout, row_layout
 from .parts import finish, merge, zero_rows
 from .softmax import clear, weigh
 
 TILE_ROWS = gl.constexpr(64)  # of queries, what a warpgroup's product takes
-_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -49,13 +49,12 @@ def consume(
     live, gaps, arrivals = counts
     run, head = where
     dtype: gl.constexpr = boxes.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BN, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, D, 16])
+    s_layout: gl.constexpr = product_layout(BN)
+    o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    LANES: gl.constexpr = D // 8 if D < 256 else 32
-    io: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [_WARPS, 1], [1, 0])
+    io: gl.constexpr = row_layout(D)
     seg = gl.load(pieces + run * 8)
     tile = gl.load(pieces + run * 8 + 1)
     left = gl.load(pieces + run * 8 + 2)
@@ -137,10 +136,10 @@ def consume(
             owner = gl.where(tile == 0, run, owner)
             merge(
                 owner, run, q_start, q_len, head, T, pieces, arrivals, ends,
-                H, G, D, _WARPS, TILE_ROWS, RB, BP,
+                H, G, D, TILE_ROWS, RB, BP,
             )  # fmt: skip
         left = gl.where(n_tiles > 0, left - take, 0)
         tile = tile * 0
         seg += 1
     workers = gl.num_programs(0) * 2
-    zero_rows(run * H + head, workers, out, live, gaps, T, o_t, o_h, H * G, D, _WARPS, BG)
+    zero_rows(run * H + head, workers, out, live, gaps, T, o_t, o_h, H * G, D, BG)

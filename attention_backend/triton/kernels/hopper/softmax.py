@@ -4,6 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from .layouts import row_layout
+
 
 @gluon.jit
 def anew(x):
@@ -17,8 +19,7 @@ def anew(x):
 def clear(values, first, BN: gl.constexpr, D: gl.constexpr):
     """Zero the rows of V before first. Other consumers write the same."""
     PART: gl.constexpr = 32 if D < 256 else 16
-    LANES: gl.constexpr = D // 8 if D < 256 else 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    layout: gl.constexpr = row_layout(D)
     row = gl.arange(0, PART, gl.SliceLayout(1, layout))
     for part in gl.static_range(BN // PART):
         n = row + part * PART

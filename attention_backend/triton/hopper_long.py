@@ -6,22 +6,22 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .buffers import Buffers
-from .config import Cut, HopperTiles
+from .config import Cut, HopperLong
 from .descriptors import Descriptors, describable, shared_layout
 from .device import OPTIONS, overlap, processors
-from .kernels.hopper import prefill
+from .kernels.hopper import long
 
-__all__ = ["HopperLaunch"]
+__all__ = ["HopperLongLaunch"]
 
 CONSUMER_ROWS = 64
 
 
-class HopperLaunch:
+class HopperLongLaunch:
     """``attend_long_hopper`` for layers of one shape, dtype and kind of mask."""
 
     def __init__(
         self,
-        tiles: HopperTiles,
+        tiles: HopperLong,
         cut: Cut,
         head_size: int,
         dtype: torch.dtype,
@@ -90,7 +90,7 @@ class HopperLaunch:
             return False
         queries = self.query_descriptor(query)
         programs = min(processors(query.device), max_tiles * self.cut.heads)
-        prefill.attend_long_hopper[(programs,)](
+        long.attend_long_hopper[(programs,)](
             query,
             queries,
             *described,

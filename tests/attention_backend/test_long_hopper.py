@@ -10,8 +10,8 @@ import torch
 from vllm_kv_columns.attention_backend.triton.config import (
     HOPPER,
     Cut,
-    HopperTiles,
-    choose_hopper,
+    HopperLong,
+    choose_hopper_long,
     choose_tiles,
 )
 
@@ -34,9 +34,9 @@ def chosen(
     element_size: int = 2,
     windowed: bool = False,
     negate: bool = False,
-) -> HopperTiles | None:
+) -> HopperLong | None:
     cut = made_cut(head_size, 4, windowed)
-    return choose_hopper(capability, cut, head_size, element_size, windowed, negate)
+    return choose_hopper_long(capability, cut, head_size, element_size, windowed, negate)
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -64,13 +64,13 @@ def test_other_devices_dtypes_and_negative_scales_keep_the_plain_kernel() -> Non
 
 def compiled(head_size: int, group: int, windowed: bool, causal: bool, dtype: torch.dtype) -> Any:
     """The kernel as a launch with aligned tensors and strides would compile it."""
-    from vllm_kv_columns.attention_backend.triton.hopper import HopperLaunch
-    from vllm_kv_columns.attention_backend.triton.kernels.hopper import prefill
+    from vllm_kv_columns.attention_backend.triton.hopper_long import HopperLongLaunch
+    from vllm_kv_columns.attention_backend.triton.kernels.hopper import long
 
     tiles = chosen(head_size, windowed=windowed)
     assert tiles is not None
     cut = made_cut(head_size, group, windowed)
-    launch = HopperLaunch(
+    launch = HopperLongLaunch(
         tiles, cut, head_size, dtype, torch.device("cpu"), windowed=windowed, causal=causal
     )
     made = launch.descriptors.of(torch.empty(256, 2, 8, head_size, dtype=dtype))
@@ -93,7 +93,7 @@ def compiled(head_size: int, group: int, windowed: bool, causal: bool, dtype: to
     if queries is not None:
         kinds["q_desc"] = f"tensordesc<{name}{queries.block_shape},{queries.layout!r}>"
     aligned = ("query", "out", "seq_info", "tiles", "progress", "q_t", "q_h", "o_t", "o_h")
-    return compile_gluon(prefill.attend_long_hopper, constants, kinds, aligned)
+    return compile_gluon(long.attend_long_hopper, constants, kinds, aligned)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted functions are not compiled")

@@ -2,12 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .prefill_items import CONSUMER_ROWS, CONSUMERS, describe_item, take_item, tell, tile_below
-
-# Triton renamed it after 3.6.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from .long_items import CONSUMER_ROWS, CONSUMERS, describe_item, take_item, tell, tile_below
+from .ring import bring, copy
 
 
 @gluon.jit
@@ -28,14 +26,10 @@ def _bring(
     WINDOWED: gl.constexpr,
 ):
     """Bring the key tile at position start, the count-th of all, when its place is free."""
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
     row = start
     if WINDOWED:
         row = start - gl.where((start + BN > wrap) | (wrap == 0), wrap, wrap - rows)
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), BN * D * 2)
-    _copy(desc, [col, row, head, 0], full.index(stage), buffers.index(stage))
+    bring(desc, [col, row, head, 0], buffers, full, empty, count, BN * D, STAGES)
 
 
 @gluon.jit
@@ -59,7 +53,7 @@ def _bring_queries(
     mbarrier.expect(q_full.index(place), CONSUMERS * CONSUMER_ROWS * D * 2)
     for i in gl.static_range(CONSUMERS):
         at = [q_start + (tile * CONSUMERS + i) * TOKENS, head * G, 0]
-        _copy(desc, at, q_full.index(place), q_tiles.index(place * CONSUMERS + i))
+        copy(desc, at, q_full.index(place), q_tiles.index(place * CONSUMERS + i))
 
 
 @gluon.jit

@@ -23,9 +23,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..order import after_earlier_kernels, let_later_kernels_start
-from .prefill_consumer import consume
-from .prefill_items import CONSUMERS, NUMBERS, ORDERS
-from .prefill_producer import produce
+from .long_consumer import consume
+from .long_items import CONSUMERS, NUMBERS, ORDERS
+from .long_producer import produce
 
 
 @gluon.jit(do_not_specialize=["T", "rows", "window"])

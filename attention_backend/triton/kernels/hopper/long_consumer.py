@@ -9,7 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .prefill_items import CONSUMER_ROWS, CONSUMERS, hear, tile_below
+from .layouts import product_layout, row_layout
+from .long_items import CONSUMER_ROWS, CONSUMERS, hear, tile_below
 from .softmax import anew, clear, weigh
 
 
@@ -91,13 +92,12 @@ def consume(
     _, _, _, _, _, _, window = table
     query, out, T, q_t, q_h, o_t, o_h, scale = ends
     dtype: gl.constexpr = q_tiles.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    s_layout: gl.constexpr = product_layout(BN)
+    o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    LANES: gl.constexpr = D // 8 if D < 256 else 32
-    io: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    io: gl.constexpr = row_layout(D)
 
     count = 0
     asked = 0
