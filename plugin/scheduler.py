@@ -31,6 +31,7 @@ class _MemoryReports:
     kv_cache_manager: Any
     running: list[Request]
     prev_step_scheduled_req_ids: set[str]
+    requests: dict[str, Request]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,6 +51,11 @@ class _MemoryReports:
 
     def _take_back(self, refused: set[str]) -> None:
         """Preempt the refused requests; what this step and one in flight computed is dropped."""
+        for request_id in refused:
+            request = self.requests.get(request_id)
+            if request is not None and request.status == RequestStatus.PREEMPTED:
+                # By vLLM, which would still deliver what was in flight.
+                request.drop_stale_output = True
         for request in reversed([one for one in self.running if one.request_id in refused]):
             if request.status == RequestStatus.RUNNING:
                 self.running.remove(request)
