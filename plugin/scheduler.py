@@ -78,10 +78,14 @@ class _ColumnScheduling:
         )
 
     def _take_back(self, refused: set[str]) -> None:
-        """Preempt the refused requests, whose columns hold nothing any more."""
+        """Preempt the refused requests."""
+        for request_id in refused:
+            request = self.requests.get(request_id)
+            if request is not None and request.status == RequestStatus.PREEMPTED:
+                # By vLLM, which would still deliver what was in flight.
+                request.drop_stale_output = True
         for request in reversed([one for one in self.running if one.request_id in refused]):
             if request.status == RequestStatus.RUNNING:
-                self._columns.lose(request.request_id)
                 self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
