@@ -88,9 +88,12 @@ class ColumnDriver:
     def _prepare(self, plan: "SchedulerOutput") -> bool:
         """What `prepare` does; whether all that the step has are decodes."""
         self._idle.stop()
-        self._unbind(plan.finished_req_ids)
-        self._unbind(plan.preempted_req_ids or ())
+        ended = self._unbind(plan.finished_req_ids)
+        ended += self._unbind(plan.preempted_req_ids or ())
         commands = commands_of(plan)
+        if commands is None:
+            # A step of vLLM's own, to warm up: nobody will have its columns released.
+            commands = [Release(column) for column in ended]
         if commands:
             self._carry_out(commands)
         decodes = plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens) > 0
@@ -242,8 +245,12 @@ class ColumnDriver:
         return failed
 
     def _refuse(self, request: str) -> None:
-        self._wants.pop(self._column[request], None)
-        self._release(request)
+        column = self._column.pop(request)
+        self._wants.pop(column, None)
+        self._void.add(column)
+        self._lost.add(column)
+        self._held.discard(column)
+        self.store.release(column)
         self.refused.add(request)
 
     def _make_report(self, failed: list[str]) -> MemoryReport | None:
@@ -274,10 +281,14 @@ class ColumnDriver:
         self._column[request] = column  # a streamed prompt goes on in its column
         self._held.add(column)
 
-    def _unbind(self, requests: Iterable[str]) -> None:
+    def _unbind(self, requests: Iterable[str]) -> list[int]:
+        """Forget whose the columns are, and return them."""
+        columns = []
         for request in requests:
             self.refused.discard(request)
-            self._column.pop(request, None)
+            if request in self._column:
+                columns.append(self._column.pop(request))
+        return columns
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         """Release, rewind and clone columns, in order.
@@ -307,9 +318,3 @@ class ColumnDriver:
                     self._void.add(command.column)
         if released:
             self.store.release_all(released)
-
-    def _release(self, request: str) -> None:
-        column = self._column.pop(request)
-        self._void.add(column)
-        self._held.discard(column)
-        self.store.release(column)

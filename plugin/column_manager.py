@@ -141,10 +141,6 @@ class ColumnManager(SingleTypeKVCacheManager):
         self.free(request_id)
         return []
 
-    def lose(self, request_id: str) -> None:
-        """A worker refused the request: what its column holds means nothing."""
-        self.table.lose(request_id)
-
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         return 0
 

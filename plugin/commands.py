@@ -42,7 +42,7 @@ def attach_commands(plan: Any, commands: Sequence[Command]) -> None:
     setattr(plan, ATTRIBUTE, tuple(commands))
 
 
-def commands_of(plan: Any) -> tuple[Command, ...]:
-    """The commands on a `SchedulerOutput`."""
-    commands: tuple[Command, ...] = getattr(plan, ATTRIBUTE, ())
+def commands_of(plan: Any) -> Sequence[Command] | None:
+    """The commands on a `SchedulerOutput`; None if it is not one of our scheduler's."""
+    commands: Sequence[Command] | None = getattr(plan, ATTRIBUTE, None)
     return commands

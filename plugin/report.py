@@ -17,7 +17,8 @@ class MemoryReport:
         refused: requests of the step that got no memory; their output means nothing.
         obtainable_pages: pages that the store holds for sequences or could have now, scratch
             column excluded; the least of all workers.
-        lost: columns that a worker has emptied by itself while nothing was running.
+        lost: columns that a worker has emptied by itself: those of the refused requests, and all
+            that were retained when nothing had run for a while.
     """
 
     refused: tuple[str, ...]

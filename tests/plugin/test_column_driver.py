@@ -41,9 +41,12 @@ def plan(
     running: dict[str, int] | None = None,
     finished: set[str] | None = None,
     preempted: set[str] | None = None,
-    commands: Sequence[Command] = (),
+    commands: Sequence[Command] | None = (),
 ) -> Any:
-    """A scheduler's output: new requests with their columns, running ones with their lengths."""
+    """A scheduler's output: new requests with their columns, running ones with their lengths.
+
+    commands: None for a plan that is not our scheduler's.
+    """
     running = running or {}
     made = SimpleNamespace(
         finished_req_ids=finished or set(),
@@ -60,7 +63,8 @@ def plan(
         num_scheduled_tokens=tokens,
         total_num_scheduled_tokens=sum(tokens.values()),
     )
-    attach_commands(made, commands)
+    if commands is not None:
+        attach_commands(made, commands)
     return made
 
 
@@ -73,6 +77,16 @@ def test_pages_follow_the_plan(store: HostStore) -> None:
     assert driver.report is None and driver.peak_pages == 4
 
 
+def test_what_vllms_own_warm_up_took_is_given_back(store: HostStore) -> None:
+    driver = ColumnDriver(store)
+    warm_up: Any = {"commands": None}
+    driver.prepare(plan({"a": 8, "b": 9}, new={"a": 1, "b": 2}, **warm_up))
+    driver.prepare(plan({"a": 1, "b": 1}, running={"a": 8, "b": 9}, **warm_up))
+    assert store.committed_pages == 1 + 2 + 2
+    driver.prepare(plan({}, finished={"a", "b"}, **warm_up))
+    assert store.committed_pages == 1
+
+
 def test_a_request_without_memory_is_refused_and_the_others_go_on(store: HostStore) -> None:
     store.limit_pages = 4
     driver = ColumnDriver(store)
@@ -81,7 +95,7 @@ def test_a_request_without_memory_is_refused_and_the_others_go_on(store: HostSto
     driver.prepare(plan({"a": 1, "b": 0}, running={"a": 8, "b": 8}))
     assert driver.refused == {"a"}
     # Four pages were held when it failed, one of them the scratch column's.
-    assert driver.report == MemoryReport(refused=("a",), obtainable_pages=3)
+    assert driver.report == MemoryReport(refused=("a",), obtainable_pages=3, lost=(1,))
     assert store.committed_pages == 3
 
 
@@ -166,7 +180,7 @@ def test_retained_columns_are_emptied_when_nothing_runs(store: HostStore) -> Non
     driver.prepare(plan({"c": 1, "d": 8}, commands=[Clone(1, 3, 8)], new={"c": 3, "d": 4}))
     assert driver.refused == {"c"}
     assert driver.report is not None
-    assert (driver.report.refused, driver.report.lost) == (("c",), (1, 2))
+    assert (driver.report.refused, driver.report.lost) == (("c",), (1, 2, 3))
     driver.prepare(plan({"d": 1}, running={"d": 8}))
     assert driver.report is None
 
@@ -205,7 +219,7 @@ def test_the_scheduler_hears_when_memory_is_back(store: HostStore) -> None:
         shared.limit_pages, shared.taken = 7, 5
         driver = ColumnDriver(shared)
         driver.prepare(plan({"a": 16}, new={"a": 1}))
-        assert driver.report == MemoryReport(refused=("a",), obtainable_pages=1)
+        assert driver.report == MemoryReport(refused=("a",), obtainable_pages=1, lost=(1,))
         shared.taken = 0
         for _ in range(REPORT_STEPS):
             driver.prepare(plan({}))
@@ -225,7 +239,7 @@ def test_all_workers_refuse_what_one_cannot_back(store: HostStore) -> None:
     driver = ColumnDriver(store, agree=other_worker_has_no_memory_for_the_second)
     driver.prepare(plan({"a": 8, "b": 8}, new={"a": 1, "b": 2}))
     assert driver.refused == {"b"}
-    assert driver.report == MemoryReport(refused=("b",), obtainable_pages=1)
+    assert driver.report == MemoryReport(refused=("b",), obtainable_pages=1, lost=(2,))
     assert store.committed_pages == 2
 
 

@@ -24,6 +24,9 @@ IEEE = {"TRITON_F32_DEFAULT": "ieee"}
 GIB, PAGE = 1 << 30, 2 << 20
 SPARE = 256 << 20
 LIKELIEST = {**GREEDY, "max_tokens": 1, "logprobs": 20}
+TURNS, TURN_TOKENS = 4, 60
+TIE = 1e-4
+"""Log-probabilities this close in float32 may change places when a sum has another order."""
 
 
 def random_prompts(lengths: list[int], vocabulary: int) -> list[list[int]]:
@@ -75,8 +78,14 @@ def engine(
         "max_num_seqs": 64,
     }
     greedy = {"prompts": texts, "params": GREEDY}
-    turns = [[text[i : i + 60] for i in range(0, 240, 60)] for text in texts if len(text) > 300]
-    chats = {"chats": turns, "params": GREEDY}
+    chats = {
+        "chats": [
+            [text[TURN_TOKENS * turn :][:TURN_TOKENS] for turn in range(TURNS)]
+            for text in texts
+            if len(text) > 300
+        ],
+        "params": {**GREEDY, "logprobs": 2},
+    }
     likeliest = {"prompts": texts, "params": LIKELIEST}
     gemma3: Job = {
         "model": str(tiny_models.gemma3_shape(tmp_path_factory.mktemp("gemma3_shape"))),
@@ -176,10 +185,26 @@ def test_an_aborted_request_leaves_the_others_alone(engine: Callable[[str], Resu
     assert tokens(engine("exact columns"), 1) == tokens(engine("exact columns"))[1:]
 
 
+def chats_that_part(ours: Result, our_run: int, plain: Result, plain_run: int) -> set[int]:
+    """Conversations in which two runs chose different tokens, all of them at a tie."""
+    parted: set[int] = set()
+    answers, others = tokens(ours, our_run), tokens(plain, plain_run)
+    for k, ((answer,), (other,)) in enumerate(zip(answers, others, strict=True)):
+        chat = k % (len(answers) // TURNS)
+        if answer == other or chat in parted:
+            continue
+        at = next(i for i, pair in enumerate(zip(answer, other, strict=True)) if len({*pair}) > 1)
+        likely = plain["runs"][plain_run][k][0]["logprobs"][at]
+        gap = likely[str(other[at])] - likely.get(str(answer[at]), float("-inf"))
+        assert gap < TIE, (k, at, answer[at], likely)
+        parted.add(chat)
+    return parted
+
+
 def test_prefixes_are_reused_and_no_token_changes(engine: Callable[[str], Result]) -> None:
     reused, plain = engine("exact with reuse"), engine("exact columns")
     assert tokens(reused) == tokens(reused, 2) == tokens(plain)
-    assert tokens(reused, 1) == tokens(plain, 2)
+    assert len(chats_that_part(reused, 1, plain, 2)) <= 2
     assert plain["prefix_hits"] == 0
     assert reused["prefix_hits"] > 0.4 * reused["prefix_queries"]
 

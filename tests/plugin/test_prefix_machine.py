@@ -212,7 +212,6 @@ class Serving(RuleBasedStateMachine):
         for column in report.lost:
             self.table.empty(column)
         for request in [one for one in self.running if one.request_id in report.refused]:
-            self.manager.lose(request.request_id)
             self._preempt(request)
             del scheduled[request.request_id]
 

@@ -9,6 +9,8 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -33,6 +35,7 @@ def config(mistral_like: Path) -> Any:
         max_model_len=256,
         max_num_seqs=4,
         async_scheduling=True,
+        enable_prefix_caching=True,
     ).create_engine_config()
 
 
@@ -44,6 +47,7 @@ def scheduler(config: Any) -> AsyncColumnScheduler:
         (column_spec,) = spec.column_specs({LAYER: stock}, config).values()
         cache = KVCacheConfig(PAGES, [], [KVCacheGroupSpec([LAYER], column_spec)])
         config.cache_config.num_gpu_blocks = PAGES
+        init_none_hash(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo))
         return AsyncColumnScheduler(
             config, cache, StructuredOutputManager(config), column_spec.block_size
         )
@@ -52,10 +56,10 @@ def scheduler(config: Any) -> AsyncColumnScheduler:
 def request(name: str) -> Request:
     params = SamplingParams(max_tokens=8, temperature=0)
     params.update_from_generation_config({}, eos_token_id=2)
-    return Request(name, list(range(3, 23)), params, pooling_params=None)
+    return Request(name, list(range(ord(name), ord(name) + 20)), params, pooling_params=None)
 
 
-def output(plan: SchedulerOutput, refused: tuple[str, ...] = ()) -> ModelRunnerOutput:
+def output(plan: SchedulerOutput, *refused: str, lost: tuple[int, ...] = ()) -> ModelRunnerOutput:
     """Token 7 for every request of the step."""
     names = list(plan.num_scheduled_tokens)
     made = ModelRunnerOutput(
@@ -64,28 +68,39 @@ def output(plan: SchedulerOutput, refused: tuple[str, ...] = ()) -> ModelRunnerO
         sampled_token_ids=[[7] for _ in names],
     )
     if refused:
-        attach_report(made, MemoryReport(refused, PAGES - 1))
+        attach_report(made, MemoryReport(refused, PAGES - 1, lost))
     return made
 
 
-@pytest.mark.parametrize("refused", [(), ("b",)])
+def column(scheduler: AsyncColumnScheduler, name: str) -> int:
+    held = scheduler._columns.table.of(name)
+    assert held is not None
+    number: int = held.number
+    return number
+
+
+@pytest.mark.parametrize("refused", [False, True])
 def test_a_refused_step_counts_for_nothing_though_vllm_preempted_the_request_meanwhile(
-    scheduler: AsyncColumnScheduler, refused: tuple[str, ...]
+    scheduler: AsyncColumnScheduler, refused: bool
 ) -> None:
     a, b = request("a"), request("b")
     for one in (a, b):
         scheduler.add_request(one)
     plan = scheduler.schedule()
     assert set(plan.num_scheduled_tokens) == {"a", "b"}
+    lost = column(scheduler, "b")
     # What vLLM does while that step runs, if the next one finds no page.
     scheduler.running.remove(b)
     scheduler._preempt_request(b, time.monotonic())
     assert b.status == RequestStatus.PREEMPTED
-    scheduler.update_from_output(plan, output(plan, refused))
+    scheduler.schedule()
+    reported = output(plan, "b", lost=(lost,)) if refused else output(plan)
+    scheduler.update_from_output(plan, reported)
     assert list(a.output_token_ids) == [7]
     assert list(b.output_token_ids) == ([] if refused else [7])
     again = scheduler.schedule()
-    assert again.num_scheduled_tokens["b"] == b.num_tokens
+    # Not refused, it finds the block of 16 tokens that it left.
+    assert again.num_scheduled_tokens["b"] == (20 if refused else 21 - 16)
     scheduler.update_from_output(again, output(again))
     assert list(b.output_token_ids) == [7] * (1 if refused else 2)
 
@@ -98,7 +113,7 @@ def test_a_refused_request_drops_the_step_and_the_one_in_flight(
     first = scheduler.schedule()
     second = scheduler.schedule()
     assert second.num_scheduled_tokens == {"b": 1}
-    scheduler.update_from_output(first, output(first, ("b",)))
+    scheduler.update_from_output(first, output(first, "b", lost=(column(scheduler, "b"),)))
     assert b.status == RequestStatus.PREEMPTED
     scheduler.update_from_output(second, output(second))
     assert list(b.output_token_ids) == []
