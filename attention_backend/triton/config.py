@@ -31,9 +31,9 @@ class Cut:
     heads, group: KV heads, query heads of each. short_rows: a segment of at most so many rows
     (queries times group) is short; with at most small_rows it is a decode or nearly one.
     short_keys: keys of a tile of short segments. long_rows: rows of a query tile of long segments.
-    runs: among which the key tiles of short segments are shared, at least min_tiles each;
-    draft_runs: the same in a step where they may have more than small_rows. A run has a program or
-    a worker for each KV head.
+    runs: among which the key tiles of short segments are shared, at least min_tiles each; segments
+    of at most twice min_tiles, on average, are not cut. draft_runs: the same in a step where they
+    may have more than small_rows. A run has a program or a worker for each KV head.
     """
 
     heads: int
@@ -141,7 +141,7 @@ def choose_tiles(
     if _streams(capability, head_size, small_rows):
         runs = _short_runs(processors, heads)
         # The finer, the more even; what boxes share comes from the L2 cache.
-        cut = replace(cut, runs=runs, draft_runs=runs, short_keys=16, min_tiles=8)
+        cut = replace(cut, runs=runs, draft_runs=runs, short_keys=16, min_tiles=16)
     if element_size == 4:
         short = ShortTiles(16, 4, 2, None)
         return Tiles(cut, dims, 16, keys, 4, 2, short, short)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from .buffers import GAP_ROWS, Buffers
-from .config import SHORT_WORKERS, Cut, HopperShort
+from .config import SHORT_WORKERS, Cut, HopperShort, power_of_two
 from .descriptors import Descriptors
 from .device import OPTIONS, overlap
 from .kernels.hopper import short
@@ -13,6 +13,12 @@ from .kernels.hopper import short
 __all__ = ["HopperShortLaunch"]
 
 PARTS_AT_ONCE, MERGED_NUMBERS, WARPS = 8, 128, 4  # of a thread, of a thread, of a consumer
+
+
+def merged_rows(group: int, head_size: int) -> int:
+    """Rows that are merged at once: those of a decode, but no fewer than warps can share."""
+    most = WARPS * MERGED_NUMBERS * 32 // (PARTS_AT_ONCE * head_size)
+    return min(most, max(power_of_two(group), WARPS * max(128 // head_size, 1)))
 
 
 class HopperShortLaunch:
@@ -40,7 +46,7 @@ class HopperShortLaunch:
             "KEYS": cut.short_keys,
             "CAUSAL": causal,
             "WINDOWED": windowed,
-            "RB": WARPS * MERGED_NUMBERS * 32 // (PARTS_AT_ONCE * head_size),
+            "RB": merged_rows(cut.group, head_size),
             "BP": PARTS_AT_ONCE,
             "BG": GAP_ROWS,
             "num_warps": WARPS,

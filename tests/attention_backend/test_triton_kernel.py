@@ -204,7 +204,7 @@ def test_any_number_of_programs_shares_the_short_segments(
     check(replace(MIXED, segments=segments, head_size=128, heads=3), DEVICE)
 
 
-@pytest.mark.parametrize("heads, keys", [(1, 200), (2, 700), (8, 4000)])
+@pytest.mark.parametrize("heads, keys", [(1, 200), (2, 700), (8, 4000), (1, 4000)])
 def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> None:
     kernel = TritonKernel()
     info = torch.tensor([(0, 1, 1, keys), (1, 0, 0, 0), (1, 1, 2, 70)], dtype=torch.int32)
@@ -216,9 +216,14 @@ def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> Non
     tile = buffers.cut.short_keys
     total = -(-keys // tile) + -(-70 // tile)
     least = buffers.cut.min_tiles
-    used = min(buffers.cut.runs, -(-total // least))
-    assert sum(counts) == total and not any(counts[used:])
+    used = counts.index(0) if 0 in counts else len(counts)
+    assert sum(counts[:used]) == total and not any(counts[used:])
     assert max(counts[:used]) - min(counts[:used]) <= 1
+    if total <= 2 * least * 2:  # two short segments, a run for each
+        assert used == min(buffers.cut.runs, 2)
+    else:
+        most = min(buffers.cut.runs, -(-total // least))
+        assert most * 7 // 8 <= used <= most
     assert buffers.live.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 

@@ -71,11 +71,14 @@ def zero_rows(
     HQ: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BG: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Zero the rows that have no segment, in blocks of BG; gap: the number of such in block p."""
+    """Zero the rows that have no segment, in blocks of BG.
+
+    gap: the number of such in block p, rows from T on included, which never have one.
+    """
     for block in range(p, (T + BG - 1) // BG, tl.num_programs(0)):
         if block != p:
             gap = tl.load(gaps + block)
-        if gap > 0:
+        if gap > tl.maximum((block + 1) * BG - T, 0):
             dim = tl.arange(0, BD).to(tl.int64)[None, :]
             nothing = tl.zeros([BT, BD], out.dtype.element_ty)
             for at in range(block * BG, (block + 1) * BG, BT):

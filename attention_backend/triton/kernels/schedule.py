@@ -33,8 +33,9 @@ def _cut(
 ):
     """Cut the key tiles of all short segments, one after the other, in R equal runs or fewer.
 
-    A few less, if each then has as many segments as the others or each segment as many runs: of
-    equal lengths, none or few are cut.
+    As many as segments where these are short: what cutting saves, merging costs. A few less, if
+    each then has as many segments as the others or each segment as many runs: of equal lengths,
+    none or few are cut.
 
     Less than 2 ** 31 tiles; products with a run's number may be more.
     """
@@ -47,10 +48,13 @@ def _cut(
         total += tl.sum(n, 0)
         segments += tl.sum((n > 0).to(tl.int32), 0)
     segments = tl.maximum(segments, 1)
-    of_each = (segments + R - 1) // R
-    fewer = tl.where(segments > R, (segments + of_each - 1) // of_each, R // segments * segments)
-    most = tl.where(fewer * 8 >= R * 7, fewer, R)
-    runs = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, most)
+    cut = total > 2 * MIN_TILES * segments
+    most = tl.minimum(tl.where(cut, (total + MIN_TILES - 1) // MIN_TILES, segments), R)
+    of_each = (segments + most - 1) // most
+    whole = (segments + of_each - 1) // of_each
+    even = tl.where(segments > most, whole, most // segments * segments)
+    runs = tl.where(even * 8 >= most * 7, even, most)
+    runs = tl.where(total > 0, runs, 0)
     divisor = tl.maximum(runs, 1)
 
     r = pid * BE + tl.arange(0, BE)
@@ -133,7 +137,10 @@ def _list_tiles(
 
 @triton.jit
 def _mark_live(pid, seq_info, info_s, info_c, live, gaps, S, T, BE: tl.constexpr, BS: tl.constexpr):
-    """Flag the query rows that a segment with keys covers, count the others of a block."""
+    """Flag the query rows that a segment with keys covers, count the others of a block.
+
+    Rows from T on, which is the buffers' end and not the step's, count as others.
+    """
     t = pid * BE + tl.arange(0, BE)
     found = tl.zeros([BE], tl.int32)
     for at in range(0, S, BS):
@@ -144,7 +151,7 @@ def _mark_live(pid, seq_info, info_s, info_c, live, gaps, S, T, BE: tl.constexpr
         inside = (t[:, None] >= start[None, :]) & (t[:, None] < stop[None, :])
         found = tl.maximum(found, tl.max(inside.to(tl.int32), 1))
     tl.store(live + t, found, mask=t < T)
-    tl.store(gaps + pid, tl.sum(tl.where(t < T, 1 - found, 0), 0))
+    tl.store(gaps + pid, tl.sum(1 - found, 0))
 
 
 @triton.jit(do_not_specialize=["S", "T", "max_tiles", "window"])

@@ -23,7 +23,8 @@ def finish(
     dim = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
     inside = row < q_len * G
     if whole:
-        result = acc / gl.where(total > 0, total, 1.0)[:, None]
+        # One division a row: the code for so many numbers would be long, and it is often cold.
+        result = acc * (1.0 / gl.where(total > 0, total, 1.0))[:, None]
         token = q_start + row // G
         q_head = head * G + row % G
         at = token.to(gl.int64) * o_t + q_head.to(gl.int64) * o_h
@@ -92,14 +93,14 @@ def _combine(
             token = q_start + row2 // G
             q_head = head * G + row2 % G
             to = token.to(gl.int64) * o_t + q_head.to(gl.int64) * o_h
-            inside2 = inside2 & (token < T)
-            result = (acc / all_of[:, None]).to(out.dtype.element_ty)
-            gl.store(out + to[:, None] + dim, result, mask=inside2[:, None])
+            known = (inside2 & (token < T))[:, None]
+            result = (acc * (1.0 / all_of)[:, None]).to(out.dtype.element_ty)
+            gl.store(out + to[:, None] + dim, result, mask=known)
         else:
             _all_here()  # all have read what is written over
             part_of_all = 2 * ((owner + first) * H + head) + (first == 0).to(gl.int32)
-            to = part_acc + ((part_of_all * ROWS + row2) * D)[:, None] + dim
-            gl.store(to, acc, mask=inside2[:, None])
+            to_acc = part_acc + ((part_of_all * ROWS + row2) * D)[:, None] + dim
+            gl.store(to_acc, acc, mask=inside2[:, None])
             to_sums = part_sums + part_of_all * 2 * ROWS + row
             gl.store(to_sums, top, mask=inside)
             gl.store(to_sums + ROWS, total, mask=inside)
@@ -129,29 +130,27 @@ def merge(
     at which no segment begins; the group of the owner, which counts all, at the run after it.
     """
     parts = gl.load(pieces + owner * 8 + 3)
-    go = parts > 0
-    n = parts
-    step = 1
-    if parts > _GROUP:
-        first = (run - owner) // _GROUP * _GROUP
-        size = gl.minimum(parts - first, _GROUP)
-        if size > 1:
-            place = owner + gl.maximum(first, 1)
-            go = _arrive(arrivals + place * H + head, size)
-            if go:
+    many = parts > _GROUP
+    first = gl.where(many, (run - owner) // _GROUP * _GROUP, 0)
+    n = gl.where(many, gl.minimum(parts - first, _GROUP), parts)
+    place = gl.where(many, owner + gl.maximum(first, 1), owner)
+    step = gl.to_tensor(1)
+    levels = gl.where(many, 2, 1)
+    # One loop, and so the code of a level once: it is often cold.
+    while levels > 0:
+        last = n == 1
+        if n > 1:
+            last = _arrive(arrivals + place * H + head, n)
+            if last:
                 _combine(
-                    owner, first, size, 1, False, q_start, q_len, head, T, ends,
+                    owner, first, n, step, levels == 1, q_start, q_len, head, T, ends,
                     H, G, D, ROWS, RB, BP,
                 )  # fmt: skip
+        levels = gl.where(last, levels - 1, 0)
+        first = first * 0
+        step = step * 0 + _GROUP
         n = (parts + _GROUP - 1) // _GROUP
-        step = _GROUP
-    if go:
-        go = _arrive(arrivals + owner * H + head, n)
-        if go:
-            _combine(
-                owner, 0, n, step, True, q_start, q_len, head, T, ends,
-                H, G, D, ROWS, RB, BP,
-            )  # fmt: skip
+        place = owner
 
 
 @gluon.jit
@@ -159,12 +158,15 @@ def zero_rows(
     first, step, out, live, gaps, T, o_t, o_h,
     HQ: gl.constexpr, D: gl.constexpr, BG: gl.constexpr,
 ):  # fmt: skip
-    """Zero the rows without a segment, in blocks of BG, the first-th and every step-th after it."""
+    """Zero the rows without a segment, in blocks of BG, the first-th and every step-th after it.
+
+    Rows from T on count as such in gaps, too.
+    """
     L: gl.constexpr = row_layout(D)
     dim = gl.arange(0, D, gl.SliceLayout(0, L))[None, :]
     nothing = gl.full([BG, D], 0.0, out.dtype.element_ty, L)
     for block in range(first, (T + BG - 1) // BG, step):
-        if gl.load(gaps + block) > 0:
+        if gl.load(gaps + block) > gl.maximum((block + 1) * BG - T, 0):
             token = block * BG + gl.arange(0, BG, gl.SliceLayout(1, L))
             dead = gl.load(live + token, mask=token < T, other=1) == 0
             at = token.to(gl.int64) * o_t

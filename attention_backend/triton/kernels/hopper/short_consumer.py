@@ -142,4 +142,6 @@ def consume(
         tile = tile * 0
         seg += 1
     workers = gl.num_programs(0) * 2
-    zero_rows(run * H + head, workers, out, live, gaps, T, o_t, o_h, H * G, D, BG)
+    # The last workers are the first to have nothing else to do.
+    last = workers - 1 - (run * H + head)
+    zero_rows(last, workers, out, live, gaps, T, o_t, o_h, H * G, D, BG)
