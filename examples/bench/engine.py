@@ -5,7 +5,10 @@ from typing import Any
 
 from .workloads import OURS, STOCK
 
-__all__ = ["Engine"]
+__all__ = ["MAX_SEQS", "MAX_TOKENS", "Engine"]
+
+MAX_SEQS = 256  # sequences of a step on a GPU, at most
+MAX_TOKENS = 8192  # tokens of one
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Engine:
     dummy: bool
     gpu: bool
     utilization: float = 0.8
-    max_seqs: int = 256
+    max_seqs: int = MAX_SEQS
     eager: bool = False
     dtype: str = "auto"
 
@@ -38,7 +41,7 @@ class Engine:
         if self.gpu:
             found |= {
                 "max_model_len": 16_384,
-                "max_num_batched_tokens": 8192,
+                "max_num_batched_tokens": MAX_TOKENS,
                 "gpu_memory_utilization": self.utilization,
             }
         else:
