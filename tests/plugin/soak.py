@@ -25,7 +25,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-KEPT = 24  # answers that are asked for again
+ASKED_AGAIN = 16  # answers at most
 SYSTEM_PROMPTS = 3
 ABORT_SECONDS, LIMIT_SECONDS = 1.0, 1.0  # between two, on average
 HOLD_SECONDS, FREE_SECONDS = 0.4, 1.5
@@ -105,8 +105,10 @@ class Traffic:
 
     def __init__(self, llm: Any, job: dict[str, Any], press: Callable[[bool], None]) -> None:
         self.engine = llm.llm_engine
-        self.set_limit = lambda nbytes: llm.collective_rpc("kv_columns_limit", args=(nbytes,))
-        self.stats = lambda: llm.collective_rpc("kv_columns_stats")[0]
+        self.set_limit: Callable[[int], Any] = lambda nbytes: llm.collective_rpc(
+            "kv_columns_limit", args=(nbytes,)
+        )
+        self.stats: Callable[[], dict[str, Any]] = lambda: llm.collective_rpc("kv_columns_stats")[0]
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.random = random.Random(job["seed"])
         self.counts = dict.fromkeys(
@@ -118,7 +120,7 @@ class Traffic:
         self._prompts: dict[str, list[int]] = {}
         self._samples: dict[str, int] = {}
         self._pressed = False
-        self._keeps = False
+        self._keeps = True
         self._system = [self._draw(job["longest"] // 4) for _ in range(SYSTEM_PROMPTS)]
         geometry = self.scheduler._columns.table.geometry
         self._page = geometry.page_size
@@ -126,6 +128,13 @@ class Traffic:
         self._most = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
         self._most += geometry.scratch_pages
         self.scratch_pages = geometry.scratch_pages
+
+    def set_limit(self, nbytes: int) -> None:
+        self._llm.collective_rpc("kv_columns_limit", args=(nbytes,))
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._llm.collective_rpc("kv_columns_stats")[0]
+        return found
 
     def run(self, seconds: float) -> None:
         now = time.monotonic()
@@ -147,9 +156,7 @@ class Traffic:
                 press_at = now + self.random.expovariate(1 / lasts)
                 self._press(self._pressed)
                 self.counts["holds"] += self._pressed
-            self._keeps = self.random.random() < 0.2
             self.step()
-        self._keeps = False
         self._press(False)
         self.set_limit(self._page * self._most)
 
@@ -164,7 +171,7 @@ class Traffic:
             assert len(answers) == self._samples.pop(output.request_id)
             self._said.append(prompt + answers[0])
             del self._said[:-40]
-            if self._keeps and len(answers) == 1 and len(self.answers) < KEPT:
+            if self._keeps and len(answers) == 1:
                 self.answers.append({"prompt": prompt, "tokens": answers[0]})
 
     def drain(self) -> None:
@@ -175,7 +182,10 @@ class Traffic:
             self.engine.step()
 
     def ask_again(self) -> None:
-        """The kept requests one by one, with log-probabilities of what was likely."""
+        """Some requests one by one, with log-probabilities of what was likely."""
+        self._keeps = False
+        self.random.shuffle(self.answers)
+        del self.answers[ASKED_AGAIN:]
         for answer in self.answers:
             self._ask(answer["prompt"], 1, len(answer["tokens"]), logprobs=2)
             results: list[Any] = []

@@ -65,7 +65,6 @@ def test_on_the_cpu(gemma3_like: Path, tmp_path: Path) -> None:
             "skip_tokenizer_init": True,
             "attention_backend": "SDPA_VARLEN",
             "enable_prefix_caching": True,
-            "async_scheduling": True,
             "max_model_len": 256,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 128,
