@@ -105,10 +105,7 @@ class Traffic:
 
     def __init__(self, llm: Any, job: dict[str, Any], press: Callable[[bool], None]) -> None:
         self.engine = llm.llm_engine
-        self.set_limit: Callable[[int], Any] = lambda nbytes: llm.collective_rpc(
-            "kv_columns_limit", args=(nbytes,)
-        )
-        self.stats: Callable[[], dict[str, Any]] = lambda: llm.collective_rpc("kv_columns_stats")[0]
+        self._llm = llm
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.random = random.Random(job["seed"])
         self.counts = dict.fromkeys(
