@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_kv_columns.plugin.idle_timer import IdleTimer
 from vllm_kv_columns.plugin.options import SECTION, ColumnOptions
@@ -64,12 +65,11 @@ class ColumnMetrics(KVConnectorPromMetrics):
         }
         self._columns = self._gauge("columns", COLUMNS, [*labelnames, "state"])
         self._counters = {
-            name: self._counter_cls(PREFIX + name, text, labelnames)
+            name: create_metric_per_engine(
+                self._counter_cls(PREFIX + name, text, labelnames), per_engine_labelvalues
+            )
             for name, text in COUNTERS.items()
         }
-        for counter in self._counters.values():
-            for labels in per_engine_labelvalues.values():
-                counter.labels(*labels)
         self._lock = threading.Lock()
         self._timers: dict[int, IdleTimer] = {}
         self._emptied: dict[int, Gauges | None] = {}
@@ -82,9 +82,9 @@ class ColumnMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: "Payload", engine_idx: int = 0) -> None:
         """Show an engine's numbers (`UsageStats.take`)."""
         numbers = transfer_stats_data[SECTION]
-        labels = self.per_engine_labelvalues[engine_idx]
         for name, added in numbers["added"].items():
-            self._counters[name].labels(*labels).inc(added)
+            if added:
+                self._counters[name][engine_idx].inc(added)
         with self._lock:
             self._show(engine_idx, numbers["gauges"])
             if engine_idx in self._timers:

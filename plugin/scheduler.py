@@ -47,6 +47,7 @@ class _ColumnScheduling:
         (self._columns,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(self._columns, ColumnManager)
         self._usage = UsageStats(self._columns.table)
+        self._idle = False  # no request is left, and the workers have heard of it
         # A block is as long as a column here, and a prefix is to be found by smaller pieces.
         self.hash_block_size = self._columns.table.block_tokens
         self._hasher = get_request_block_hasher(
@@ -76,6 +77,7 @@ class _ColumnScheduling:
             self._take_back(set(report.refused))
             self._withhold(report.obtainable_pages)
         self._usage.usage = usage_of(model_runner_output) or self._usage.usage
+        self._idle = not self.requests and not scheduler_output.total_num_scheduled_tokens
         # The next class in line is vLLM's scheduler, which mypy cannot know here.
         return super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
@@ -86,7 +88,7 @@ class _ColumnScheduling:
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         if stats is not None:
             assert stats.kv_connector_stats is None
-            stats.kv_connector_stats = self._usage.take(idle=not self.requests)
+            stats.kv_connector_stats = self._usage.take(self._idle)
         return stats
 
     def _take_back(self, refused: set[str]) -> None:

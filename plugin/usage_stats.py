@@ -55,7 +55,7 @@ class UsageStats:
         """The numbers now; None if they are what was taken last, or no worker has reported yet.
 
         Args:
-            idle: whether there is no request at all.
+            idle: whether there is no request, and the workers know.
         """
         if self.usage is None:
             return None
