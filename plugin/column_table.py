@@ -93,6 +93,10 @@ class ColumnTable:
     Attributes:
         commands: for the workers, since they were last taken.
         retained_pages: pages that no request's column has.
+        shared_pages: pages that two or more columns have, counted once.
+        clones: columns that began as a clone, so far.
+        adoptions: retained columns that a request took over, so far.
+        evictions: retained columns that gave way to something else, so far.
     """
 
     pool: "PagePool"
@@ -108,7 +112,8 @@ class ColumnTable:
         self._cut_pages = cut_pages
         self.block_tokens = block_tokens
         self.commands: list[Command] = []
-        self.retained_pages = 0
+        self.retained_pages = self.shared_pages = 0
+        self.clones = self.adoptions = self.evictions = 0
         self._free = FreeColumns(geometry.max_seqs, lowest_first)
         self._by_request: dict[str, Column] = {}
         self._retained: OrderedDict[int, Column] = OrderedDict()  # least recently used first
@@ -126,6 +131,14 @@ class ColumnTable:
     def can_take(self) -> bool:
         """Whether a column can be had for one more request."""
         return bool(self._free) or bool(self._retained)
+
+    def count_columns(self) -> dict[str, int]:
+        """How many columns are a request's (running), retained, and free."""
+        return {
+            "running": len(self._by_request),
+            "retained": len(self._retained),
+            "free": len(self._free),
+        }
 
     def take_commands(self) -> list[Command]:
         commands, self.commands = self.commands, []
@@ -272,6 +285,7 @@ class ColumnTable:
         column = hit.source
         assert column is not None
         tokens = hit.blocks * self.block_tokens
+        self.adoptions += 1
         self._stop_retaining(column)
         self._forget_blocks(column, hit.blocks)
         kept = self._kept(hit)
@@ -296,7 +310,9 @@ class ColumnTable:
             self._retained.move_to_end(source.number)  # used just now
         shared = self._shared(hit)
         self._use(page for pages in shared for page in pages)
+        self.clones += 1
         for pages in shared:
+            self.shared_pages += sum(page.ref_cnt == 1 for page in pages)
             self.pool.touch(pages)
         column = self._new()
         column.pages = shared
@@ -377,6 +393,15 @@ class ColumnTable:
             self.lose(column.request)
 
     def evict(self) -> bool:
+        """Free the retained column that was used longest ago for what needs it or its pages.
+
+        False if there is none.
+        """
+        found = self.forget()
+        self.evictions += found
+        return found
+
+    def forget(self) -> bool:
         """Free the retained column that was used longest ago; False if there is none."""
         if not self._retained:
             return False
@@ -424,4 +449,5 @@ class ColumnTable:
         self.retained_pages -= sum(
             page.ref_cnt == 1 and page.block_id not in self._users for page in pages
         )
+        self.shared_pages -= sum(page.ref_cnt == 2 for page in pages)
         self.pool.free_blocks(reversed(pages))

@@ -56,6 +56,6 @@ class PagePool(BlockPool):
         """Forget what retained columns hold; refused while a request has pages, as by vLLM."""
         if not super().reset_prefix_cache():
             return False
-        while self.table.evict():
+        while self.table.forget():
             pass
         return True

@@ -310,6 +310,22 @@ class Serving(RuleBasedStateMachine):
                 if self.geometry.floor(column.high) <= len(tokens):
                     self._check_rows(column.number, tokens, len(tokens))
 
+    @invariant()
+    def columns_are_counted_by_state(self) -> None:
+        counts = self.table.count_columns()
+        assert counts["running"] == len(self.running)
+        assert counts["retained"] == sum(column.request is None for column in self._columns())
+        assert sum(counts.values()) == COLUMNS
+
+    @invariant()
+    def what_the_store_maps_is_counted(self) -> None:
+        usage = self.store.usage()
+        assert usage.committed == self.store.committed_pages
+        held = (usage.committed + usage.spare) * self.geometry.page_size
+        assert held == self.store.resident_bytes()
+        mapped = usage.mapped - usage.unmapped
+        assert mapped >= usage.committed
+
     def _check_rows(self, column: int, tokens: list[int], length: int) -> None:
         for group in self.groups:
             view = self.store.layer_view(group.layers[0])
@@ -325,6 +341,8 @@ class Serving(RuleBasedStateMachine):
         all_pages = {p.block_id for c in columns for pages in c.pages for p in pages}
         assert self.table.retained_pages == len(all_pages - used)
         assert self.pool.unused_pages == BUDGET - len(all_pages)
+        shared = {p.block_id for c in columns for pages in c.pages for p in pages if p.ref_cnt > 1}
+        assert self.table.shared_pages == len(shared)
         for page in (p for c in columns for pages in c.pages for p in pages):
             assert page.ref_cnt == sum(page in pages for c in columns for pages in c.pages)
         if not self.table.commands:
