@@ -31,7 +31,7 @@ class PagePool(BlockPool):
 
     def get_num_free_blocks(self) -> int:
         """Pages that nobody has, and those that only retained columns have."""
-        return self.unused_pages + self.table.retained_pages
+        return self.unused_pages + self.table.pages.retained
 
     @property
     def unused_pages(self) -> int:

@@ -85,7 +85,7 @@ class UsageStats:
         # When nothing runs no later report tells what the store gave back by itself.
         spare = min(store.spare, store.spare_limit) if idle else store.spare
         return {
-            "bytes": self._bytes(store.committed, table.shared_pages, table.retained_pages, spare),
+            "bytes": self._bytes(store.committed, table.pages.shared, table.pages.retained, spare),
             "columns": table.count_columns(),
         }
 

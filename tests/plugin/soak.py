@@ -214,7 +214,7 @@ class Traffic:
             "withheld": len(self.scheduler._withheld),
             "free_columns": len(table._free),
             "columns": table.geometry.max_seqs,
-            "users": len(table._users),
+            "users": len(table.pages),
             "scratch_pages": self.scratch_pages,
             "page_size": self._page,
         }
