@@ -38,6 +38,24 @@ def tokens(result: Result, run: int = 0) -> list[list[list[int]]]:
     return [[completion["tokens"] for completion in request] for request in result["runs"][run]]
 
 
+TIE = 1e-4
+"""Log-probabilities this close in float32 may change places when a sum has another order."""
+
+
+def same_but_for_a_tie(answer: list[int], other: list[int], likely: list[dict[str, float]]) -> bool:
+    """Whether two answers have the same tokens; if not, assert that they part at a tie.
+
+    Args:
+        likely: at each step of `other`, log-probabilities of its likeliest tokens.
+    """
+    if answer == other:
+        return True
+    at = next(i for i, pair in enumerate(zip(answer, other, strict=True)) if len({*pair}) > 1)
+    gap = likely[at][str(other[at])] - likely[at].get(str(answer[at]), float("-inf"))
+    assert gap < TIE, (at, answer[at], likely[at])
+    return False
+
+
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     """Run one job; an equal job is run once per session. May be called from several threads."""
@@ -61,20 +79,23 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result
             if key not in done:
                 path = folder / f"{list(locks).index(key)}.json"
                 path.write_text(text)
-                done[key] = _run_process(path, {} if plugin else {"VLLM_PLUGINS": "none"}, env)
+                done[key] = run_process(
+                    [str(ENGINE)], path, {} if plugin else {"VLLM_PLUGINS": "none"}, env
+                )
         return done[key]
 
     return run
 
 
-def _run_process(path: Path, *environments: dict[str, str] | None) -> Result:
+def run_process(program: list[str], path: Path, *environments: dict[str, str] | None) -> Result:
+    """What Python's program makes of the job in the file, from FILE.out.json beside it."""
     environment = dict(os.environ)
     for more in environments:
         environment |= more or {}
     log = path.with_suffix(".log")
     with log.open("w") as out:
         code = subprocess.run(
-            [sys.executable, str(ENGINE), str(path)], stdout=out, stderr=out, env=environment
+            [sys.executable, *program, str(path)], stdout=out, stderr=out, env=environment
         ).returncode
     assert code == 0, f"the engine failed:\n{log.read_text()[-6000:]}"
     result: Result = json.loads(path.with_suffix(".out.json").read_text())

@@ -60,42 +60,55 @@ def plant(fault: str) -> None:
         raise ValueError(fault)
 
 
+class Shortage:
+    """While it holds, the store of this process gets no new page, as if others had the memory."""
+
+    def __init__(self) -> None:
+        from vllm.platforms import current_platform
+
+        from vllm_kv_columns.kv_manager import StoreFullError
+        from vllm_kv_columns.kv_manager.hooks import store_class
+        from vllm_kv_columns.plugin.options import ColumnOptions
+
+        store: Any = store_class(ColumnOptions.parse({}, current_platform.device_type).store)
+        one, many, obtainable = store.prepare_write, store.prepare_writes, store.obtainable_pages
+        self._taken = False
+
+        def check(this: Any, wants: dict[int, tuple[int, int]]) -> None:
+            if self._taken and this.pages_needed(wants):
+                raise StoreFullError("the test holds the memory", 1)
+
+        def prepare_write(this: Any, col: int, start: int, end: int) -> None:
+            check(this, {col: (start, end)})
+            one(this, col, start, end)
+
+        def prepare_writes(this: Any, wants: dict[int, tuple[int, int]]) -> None:
+            check(this, wants)
+            many(this, wants)
+
+        def can_have(this: Any) -> int:
+            pages: int = this.committed_pages if self._taken else obtainable(this)
+            return pages
+
+        store.prepare_write = prepare_write
+        store.prepare_writes = prepare_writes
+        store.obtainable_pages = can_have
+
+    def hold(self, much: bool) -> None:
+        self._taken = much
+
+
 def take_memory_away(first: int = 10, last: int = 90) -> None:
-    """From one step to another the store gets no new page, as if somebody else held the memory."""
-    from vllm.platforms import current_platform
-
-    from vllm_kv_columns.kv_manager import StoreFullError
-    from vllm_kv_columns.kv_manager.hooks import store_class
+    """From one step to another the store gets no new page."""
     from vllm_kv_columns.plugin.column_driver import ColumnDriver
-    from vllm_kv_columns.plugin.options import ColumnOptions
 
-    store: Any = store_class(ColumnOptions.parse({}, current_platform.device_type).store)
-    prepare, obtainable = ColumnDriver.prepare, store.obtainable_pages
-    one, many = store.prepare_write, store.prepare_writes
-    steps = itertools.count()
-    taken = False
+    shortage, prepare, steps = Shortage(), ColumnDriver.prepare, itertools.count()
 
     def count(self: Any, plan: Any) -> None:
-        nonlocal taken
-        taken = first <= next(steps) < last
+        shortage.hold(first <= next(steps) < last)
         prepare(self, plan)
 
-    def check(self: Any, wants: dict[int, tuple[int, int]]) -> None:
-        if taken and self.pages_needed(wants):
-            raise StoreFullError("the test holds the memory", 1)
-
-    def prepare_write(self: Any, col: int, start: int, end: int) -> None:
-        check(self, {col: (start, end)})
-        one(self, col, start, end)
-
-    def prepare_writes(self: Any, wants: dict[int, tuple[int, int]]) -> None:
-        check(self, wants)
-        many(self, wants)
-
     ColumnDriver.prepare = count  # type: ignore[method-assign]
-    store.prepare_write = prepare_write
-    store.prepare_writes = prepare_writes
-    store.obtainable_pages = lambda self: self.committed_pages if taken else obtainable(self)
 
 
 def randomize(llm: Any) -> None:

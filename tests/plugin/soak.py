@@ -10,20 +10,17 @@ server at the end, and the pages of the worker and of the scheduler once nothing
 """
 
 import json
-import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ["VLLM_NO_USAGE_STATS"] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"
+from tests.plugin.engine import Shortage, randomize  # sets the environment for vLLM, too
 
 ASKED_AGAIN = 16  # answers at most
 SYSTEM_PROMPTS = 3
@@ -66,38 +63,6 @@ class Neighbour(AbstractContextManager["Neighbour"]):
     ) -> None:
         self._process.kill()
         self._process.wait()
-
-
-class Shortage(AbstractContextManager["Shortage"]):
-    """The store of this process gets no new page, as if somebody else held the memory."""
-
-    def __init__(self) -> None:
-        from vllm_kv_columns.kv_manager import StoreFullError
-        from vllm_kv_columns.kv_manager.hooks import store_class
-
-        store: Any = store_class("host")
-        one, obtainable = store.prepare_write, store.obtainable_pages
-        self._taken = False
-
-        def prepare_write(this: Any, col: int, start: int, end: int) -> None:
-            if self._taken and this.pages_needed({col: (start, end)}):
-                raise StoreFullError("the test holds the memory", 1)
-            one(this, col, start, end)
-
-        def can_have(this: Any) -> int:
-            pages: int = this.committed_pages if self._taken else obtainable(this)
-            return pages
-
-        store.prepare_write, store.obtainable_pages = prepare_write, can_have
-
-    def hold(self, much: bool) -> None:
-        self._taken = much
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._taken = False
 
 
 class Traffic:
@@ -272,9 +237,7 @@ def main(path: Path) -> None:
     job = json.loads(path.read_text())
     from vllm import LLM
 
-    from tests.plugin.engine import randomize
-
-    pressure = Neighbour(job["neighbour"]) if job["neighbour"] else Shortage()
+    pressure = Neighbour(job["neighbour"]) if job["neighbour"] else nullcontext(Shortage())
     with pressure as press:
         llm = LLM(disable_log_stats=False, seed=0, **job["llm"])
         if job.get("weights") == "random":
