@@ -9,11 +9,11 @@ from .buffers import Buffers
 from .config import Cut, HopperLong
 from .descriptors import Descriptors, describable, shared_layout
 from .device import OPTIONS, overlap, processors
-from .kernels.hopper import long
+from .kernels.hopper import layouts, long, long_items
 
 __all__ = ["HopperLongLaunch"]
 
-CONSUMER_ROWS = 64
+CONSUMER_ROWS: int = long_items.CONSUMER_ROWS.value
 
 
 class HopperLongLaunch:
@@ -48,7 +48,7 @@ class HopperLongLaunch:
             "TURNS": tiles.turns,
             "OUT_DIRECT": tiles.direct,
             "HEADS_FIRST": tiles.heads_first,
-            "num_warps": 4,
+            "num_warps": layouts.WARPS.value,
             **OPTIONS,
             **overlap(device),
         }

@@ -8,11 +8,12 @@ from .buffers import GAP_ROWS, Buffers
 from .config import SHORT_WORKERS, Cut, HopperShort, power_of_two
 from .descriptors import Descriptors
 from .device import OPTIONS, overlap
-from .kernels.hopper import short
+from .kernels.hopper import layouts, short
 
 __all__ = ["HopperShortLaunch"]
 
-PARTS_AT_ONCE, MERGED_NUMBERS, WARPS = 8, 128, 4  # of a thread, of a thread, of a consumer
+WARPS: int = layouts.WARPS.value
+PARTS_AT_ONCE, MERGED_NUMBERS = 8, 128  # of a thread
 
 
 def merged_rows(group: int, head_size: int) -> int:

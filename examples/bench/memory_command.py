@@ -18,7 +18,7 @@ from .memory_arguments import MemoryPlan, make_memory_plan
 from .memory_table import memory_table
 from .model import write_llama
 from .process import ChildError, ended_by_sigterm
-from .results import write_json
+from .results import write_run
 from .table import Bar, console, print_machine
 from .timeline import Timeline
 
@@ -36,15 +36,8 @@ def memory(args: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
     failures: dict[str, str] = {}
 
     def keep() -> None:
-        if args.json:  # what there is, should a later backend never end
-            content = {
-                "command": args.line,
-                "machine": about,
-                "model": args.model or "shape of Llama 8B, random weights",
-                "backends": {name: asdict(timeline) for name, timeline in found.items()},
-                "failures": failures,
-            }
-            write_json(args.json, content)
+        backends = {name: asdict(timeline) for name, timeline in found.items()}
+        write_run(args, about, backends, failures)
 
     with ended_by_sigterm():
         _measure_all(plan, args, out, found, failures, keep)

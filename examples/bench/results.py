@@ -1,5 +1,6 @@
 """What was measured, as plain data: the JSON file, and what table and plot are made from."""
 
+import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from typing import Any
 
 from .shapes import Shape
 
-__all__ = ["Figure", "ShapeResult", "write_json"]
+__all__ = ["Figure", "ShapeResult", "write_json", "write_run"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,24 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     scratch = file.with_name(f".{file.name}.new")
     scratch.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     scratch.replace(file)
+
+
+def write_run(
+    args: argparse.Namespace,
+    about: Mapping[str, Any],
+    backends: Mapping[str, Any],
+    failures: Mapping[str, str],
+) -> None:
+    """To ``args.json``, if given: what there is, should a later backend of the run never end."""
+    if args.json:
+        content = {
+            "command": args.line,
+            "machine": about,
+            "model": args.model or "shape of Llama 8B, random weights",
+            "backends": backends,
+            "failures": failures,
+        }
+        write_json(args.json, content)
 
 
 def _short(value: float | None) -> float | None:

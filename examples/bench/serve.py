@@ -17,7 +17,7 @@ from .engine import MAX_SEQS, Engine
 from .engine_arguments import make_engine
 from .model import write_llama
 from .process import ChildError, ended_by_sigterm
-from .results import write_json
+from .results import write_run
 from .serve_arguments import Plan, make_plan
 from .serve_table import load_table, workload_table
 from .server import ServerStartError
@@ -40,15 +40,7 @@ def serve(args: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
     failures: dict[str, str] = {}
 
     def keep() -> None:
-        if args.json:  # what there is, should a later backend never end
-            content = {
-                "command": args.line,
-                "machine": about,
-                "model": plan.model or "shape of Llama 8B, random weights",
-                "backends": found,
-                "failures": failures,
-            }
-            write_json(args.json, content)
+        write_run(args, about, found, failures)
 
     with ended_by_sigterm():
         _measure_all(plan, args, out, found, failures, keep)

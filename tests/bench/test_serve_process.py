@@ -16,18 +16,23 @@ from vllm_kv_columns.bench.timeline import Timeline
 from vllm_kv_columns.bench.workloads import Load
 
 
-def test_workloads_of_a_real_model(smollm2: Path, tmp_path: Path) -> None:
-    file = tmp_path / "serve.json"
-    line = f"--model {smollm2} --backends SDPA_VARLEN --turns 1 --workloads 3x20+6 1x5+1"
-    line += f" --enforce-eager --timeout 200 --json {file}"
+def run(command: str, line: str) -> str:
+    """What the command printed, which must have ended well."""
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_kv_columns.bench", "serve", *line.split()],
+        [sys.executable, "-m", "vllm_kv_columns.bench", command, *line.split()],
         capture_output=True,
         text=True,
         env={**os.environ, "VLLM_NO_USAGE_STATS": "1"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert "3 x (20 + 6)" in done.stdout
+    return done.stdout
+
+
+def test_workloads_of_a_real_model(smollm2: Path, tmp_path: Path) -> None:
+    file = tmp_path / "serve.json"
+    line = f"--model {smollm2} --backends SDPA_VARLEN --turns 1 --workloads 3x20+6 1x5+1"
+    line += f" --enforce-eager --timeout 200 --json {file}"
+    assert "3 x (20 + 6)" in run("serve", line)
     found = json.loads(file.read_text())
     assert found["failures"] == {}
     result = found["backends"]["SDPA_VARLEN"]
@@ -44,13 +49,7 @@ def test_memory_of_a_real_model_follows_its_tokens(smollm2: Path, tmp_path: Path
     file = tmp_path / "memory.json"
     line = f"--model {smollm2} --backends SDPA_VARLEN --waves 2x40+24 1x1800+16 --pause 1"
     line += f" --dtype bfloat16 --enforce-eager --timeout 200 --json {file}"
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_kv_columns.bench", "memory", *line.split()],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_NO_USAGE_STATS": "1"},
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    run("memory", line)
     found = Timeline.from_json(json.loads(file.read_text())["backends"]["SDPA_VARLEN"])
     assert found.token_bytes == 30 * 2 * 3 * 64 * 2  # layers, K and V, heads, head size, bfloat16
     short, long = (found.samples(number) for number in range(2))
