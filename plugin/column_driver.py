@@ -144,6 +144,20 @@ class ColumnDriver:
             self.store.limit_pages = pages
             self._new_limit = True
 
+    def give_back(self) -> None:
+        """Hold nothing but the scratch column, spare memory included, until the next step.
+
+        The device must be done with all columns. A request that is to go on from one is refused.
+        """
+        self._idle.stop()
+        with self._lock:
+            self._empty()
+            spare, self.store.spare_bytes = self.store.spare_bytes, 0
+            try:
+                self.store.trim()
+            finally:
+                self.store.spare_bytes = spare
+
     def close(self) -> None:
         """Give all memory back."""
         self._idle.stop()
@@ -153,12 +167,15 @@ class ColumnDriver:
     def _empty_retained(self) -> None:
         """Nobody has asked for anything for a while: hold nothing."""
         with self._lock:
-            if self._column or not self._held:
-                return
-            self.store.release_all(sorted(self._held))
-            self._void |= self._held
-            self._lost |= self._held
-            self._held.clear()
+            if not self._column and self._held:
+                self._empty()
+
+    def _empty(self) -> None:
+        self.store.release_all(sorted(self._held))
+        self._void |= self._held
+        self._lost |= self._held
+        self._held.clear()
+        self._wants, self._later, self._slack = {}, None, 0
 
     def _grow_ahead(self) -> None:
         if self._later is not None:

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -72,6 +73,22 @@ class ColumnGPUModelRunner(ColumnRunnerMixin, GPUModelRunner):
 
 class ColumnGPUWorker(ColumnWorkerMixin, Worker):
     model_runner: ColumnGPUModelRunner
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the columns back, then do as stock: kernels' buffers are kept."""
+        self._give_back()
+        super().sleep(level)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Stock's, with the columns for what it calls kv_cache."""
+        if "kv_cache" in tags:
+            self._give_back()
+        super().discard(tags)
+
+    def _give_back(self) -> None:
+        torch.accelerator.synchronize()
+        assert self.model_runner.driver is not None
+        self.model_runner.driver.give_back()
 
     def _make_model_runner(self) -> ColumnGPUModelRunner:
         return ColumnGPUModelRunner(self.vllm_config, self.device)

@@ -117,12 +117,6 @@ def check_config(config: "VllmConfig") -> None:
         "unset VLLM_USE_V2_MODEL_RUNNER and drop what the V2 runner does not serve",
     )
     refuse(
-        model.enable_sleep_mode,
-        "--enable-sleep-mode",
-        "it saves and discards one allocation that holds the whole cache",
-        "drop --enable-sleep-mode",
-    )
-    refuse(
         model.runner_type != "generate",
         f"--runner {model.runner_type}",
         "a pooling model keeps no KV cache between steps",

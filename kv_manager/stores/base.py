@@ -106,6 +106,12 @@ class ColumnStore(ABC):
         """
         return True
 
+    def trim(self) -> None:  # noqa: B027 - by default nothing is idle
+        """Give back, now, what is held and not in use beyond ``spare_bytes``.
+
+        That of released columns is among it once the device is done with them.
+        """
+
     def obtainable_pages(self) -> int:
         """Pages that columns could hold in all if everything that can be had now were taken.
 

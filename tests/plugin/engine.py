@@ -3,8 +3,9 @@
 Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "runs":
 [{"prompts": [token ids], "params": sampling parameters, "abort_after": tokens or absent,
 "one_by_one": true or absent}, or {"chats": [[token ids of each turn]], "params": the same}]}. A
-run may have a "pause": seconds to wait before it, what the store holds then is in the result, and
-"limits": {step: bytes}, set before that step of all. One process holds scheduler and worker, so
+run may have a "pause": seconds to wait before it, or a "sleep": level to sleep at and wake up from;
+what the store holds then is in the result. It may have "limits": {step: bytes}, set before that
+step of all. One process holds scheduler and worker, so
 that a fault can be planted in both and the store be read at every step; with tensor parallelism the
 workers are processes of their own.
 """
@@ -260,6 +261,12 @@ def main(path: Path) -> None:
             llm.llm_engine.step()  # tells the worker what finished, as a serving engine does
             time.sleep(run["pause"])
             held_after_pauses.append(llm.collective_rpc("kv_columns_stats")[0]["resident_bytes"])
+        if "sleep" in run:
+            llm.sleep(level=run["sleep"])
+            held_after_pauses.append(llm.collective_rpc("kv_columns_stats")[0]["resident_bytes"])
+            llm.wake_up()
+            if run["sleep"] == 2:
+                llm.collective_rpc("reload_weights")
         params = SamplingParams(detokenize=False, **run["params"])
         prompts = [{"prompt_token_ids": ids} for ids in run.get("prompts", ())]
         if "chats" in run:

@@ -194,6 +194,29 @@ def test_retained_columns_are_emptied_when_nothing_runs(store: HostStore) -> Non
     assert driver.report is None
 
 
+def test_giving_back_leaves_the_scratch_column_alone(store: HostStore) -> None:
+    driver = ColumnDriver(store)
+    driver.prepare(plan({"a": 20, "b": 4}, new={"a": 1, "b": 2}))
+    driver.prepare(plan({"b": 1}, running={"b": 4}, finished={"a"}))  # a's column is retained
+    driver.grow_ahead()
+    driver.give_back()
+    assert store.committed_pages == 1
+    # Whoever would go on from what is gone is refused, and the scheduler is told what is gone.
+    driver.prepare(plan({"b": 1}, running={"b": 5}))
+    assert driver.refused == {"b"} and store.committed_pages == 1
+    assert driver.report is not None and driver.report.lost == (1, 2)
+    driver.prepare(plan({"c": 8}, new={"c": 1}, preempted={"b"}, commands=[Release(1), Release(2)]))
+    assert not driver.refused and store.committed_pages == 1 + 1
+
+
+def test_giving_back_takes_spare_memory_too(store: HostStore) -> None:
+    trimmed: list[int] = []
+    store.spare_bytes = 1 << 20
+    store.trim = lambda: trimmed.append(store.spare_bytes)  # type: ignore[method-assign]
+    ColumnDriver(store).give_back()
+    assert trimmed == [0] and store.spare_bytes == 1 << 20
+
+
 def test_a_clone_that_gets_no_memory_is_refused(
     store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,11 @@ def engine(
             [greedy, chats, greedy],
             {},
         ),
+        "exact asleep": (
+            llm(few, COLUMNS, {"enable_prefix_caching": True, "enable_sleep_mode": True}),
+            [greedy, {**greedy, "sleep": 1}, {**greedy, "sleep": 2}],
+            {},
+        ),
         "exact preempted": (
             llm({**few, "kv_cache_memory_bytes": 450 << 20}, COLUMNS),
             [greedy],
@@ -201,6 +206,12 @@ def test_prefixes_are_reused_and_no_token_changes(engine: Callable[[str], Result
     assert len(chats_that_part(reused, 1, plain, 2)) <= 2
     assert plain["prefix_hits"] == 0
     assert reused["prefix_hits"] > 0.4 * reused["prefix_queries"]
+
+
+def test_sleep_takes_the_columns_and_no_token_changes(engine: Callable[[str], Result]) -> None:
+    slept = engine("exact asleep")
+    assert tokens(slept) == tokens(slept, 1) == tokens(slept, 2) == tokens(engine("exact columns"))
+    assert slept["held_after_pauses"] == [PAGE * slept["log"][0]["regions"]] * 2  # scratch alone
 
 
 def test_preempted_requests_go_on_where_they_were(engine: Callable[[str], Result]) -> None:
