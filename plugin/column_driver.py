@@ -9,7 +9,7 @@ from vllm_kv_columns.kv_manager.errors import ConfigError, StoreFullError
 from vllm_kv_columns.kv_manager.stores.base import ColumnStore
 from vllm_kv_columns.plugin.commands import Command, Release, Rewind, commands_of
 from vllm_kv_columns.plugin.idle_timer import IdleTimer
-from vllm_kv_columns.plugin.report import MemoryReport
+from vllm_kv_columns.plugin.report import MemoryReport, UsageReport
 from vllm_kv_columns.plugin.step_times import StepTimes
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class ColumnDriver:
         store: the column store; grown and released here and nowhere else.
         peak_pages: largest number of committed pages seen after a step was prepared.
         refused: requests without a column, at present.
+        refused_growths: requests that got no memory so far.
         report: of the last step; None unless memory is short.
         times: how long steps waited for this.
     """
@@ -53,6 +54,7 @@ class ColumnDriver:
         self.store = store
         self.peak_pages = store.committed_pages
         self.refused: set[str] = set()
+        self.refused_growths = 0
         self.report: MemoryReport | None = None
         self.times = StepTimes()
         self._agree = agree
@@ -67,6 +69,7 @@ class ColumnDriver:
         self._held: set[int] = set()  # columns that hold anything
         self._lost: set[int] = set()  # columns emptied since the last report
         self._new_limit = False  # since the last report
+        self._told: UsageReport | None = None
         self._lock = threading.Lock()
         self._idle = IdleTimer(retain_seconds, self._empty_retained)
 
@@ -113,6 +116,14 @@ class ColumnDriver:
         """Beside the running step: tell the store what it writes, let it back what is next."""
         with self._lock:
             self._grow_ahead()
+
+    def take_usage(self) -> UsageReport | None:
+        """For the metrics, at the end of a step; None if it is what was taken last."""
+        usage = UsageReport(self.store.usage(), self.refused_growths)
+        if usage == self._told:
+            return None
+        self._told = usage
+        return usage
 
     def set_limit(self, nbytes: int) -> None:
         """Bound the memory of the columns anew, while requests run; the scheduler hears of it.
@@ -213,6 +224,7 @@ class ColumnDriver:
             for request, vote in zip(scheduled, votes, strict=True):
                 if vote and request not in self.refused:
                     failed.append(request)
+                    self.refused_growths += 1
                     self._refuse(request)
         if failed and not refused_here:
             self._obtainable = self.store.obtainable_pages()
@@ -241,6 +253,7 @@ class ColumnDriver:
                     most = self.store.committed_pages + error.pages - 1
                     self._obtainable = min(most, self.store.obtainable_pages())
                 failed.append(owner[column])
+                self.refused_growths += 1
                 self._refuse(owner[column])
         return failed
 
@@ -316,5 +329,6 @@ class ColumnDriver:
                     self.store.clone(command.source, command.column, command.tokens)
                 except StoreFullError:
                     self._void.add(command.column)
+                    self.refused_growths += 1
         if released:
             self.store.release_all(released)

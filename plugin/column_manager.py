@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
-from vllm_kv_columns.plugin.column_table import Column, ColumnTable, Hit
+from vllm_kv_columns.plugin.column_table import ColumnTable
+from vllm_kv_columns.plugin.columns import Column, Hit
 from vllm_kv_columns.plugin.page_pool import PagePool
 from vllm_kv_columns.plugin.spec import ColumnSpec
 
@@ -63,14 +64,14 @@ class ColumnManager(SingleTypeKVCacheManager):
             kv_cache_spec.compact,
             kv_cache_spec.cut_pages,
         )
-        self.table.pool = PagePool.take_over(self.block_pool, self.table)
+        self.table.pages.pool = PagePool.take_over(self.block_pool, self.table)
         self._has_waited: set[str] = set()
 
     def find_longest_cache_hit(  # a class method of vLLM's managers, called on the object
         self, block_hashes: Sequence[bytes], max_length: int, *args: Any, **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """The longest prefix that is there; what is found goes into the next two calls."""
-        hit = self.table.find(block_hashes, max_length)
+        hit = self.table.lenders.find(block_hashes, max_length)
         if hit.source is None and not hit.coming:
             return ([],), 0
         return ([HitBlock(hit)],), hit.blocks * self.table.block_tokens
@@ -125,10 +126,10 @@ class ColumnManager(SingleTypeKVCacheManager):
         """With the step that is being planned the request's column comes to hold these tokens."""
         column = self.table.of(request.request_id)
         assert column is not None
-        self.table.will_hold(column, request.block_hashes, num_tokens)
+        self.table.lenders.will_hold(column, request.block_hashes, num_tokens)
 
     def new_step_starts(self) -> None:
-        self.table.next_step()
+        self.table.lenders.next_step()
 
     def free(self, request_id: str) -> None:
         """The request is done; its column is retained for what it holds."""

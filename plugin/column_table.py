@@ -4,80 +4,17 @@ A column is a request's, or retained for what it holds, or free. The pages mirro
 stores do: a clone shares whole pages of flat layers and has all others for itself.
 """
 
-from bisect import insort
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections import OrderedDict
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_kv_columns.kv_manager.geometry import CacheGeometry, RegionGeometry
+from vllm_kv_columns.plugin.columns import Column, FreeColumns, Hit
 from vllm_kv_columns.plugin.commands import Clone, Command, Release, Rewind
-from vllm_kv_columns.plugin.prefix_index import PrefixIndex
+from vllm_kv_columns.plugin.lenders import Lenders
+from vllm_kv_columns.plugin.page_use import PageUse
 
-if TYPE_CHECKING:
-    from vllm_kv_columns.plugin.page_pool import PagePool
-
-__all__ = ["Column", "ColumnTable", "FreeColumns", "Hit"]
-
-
-class FreeColumns:
-    """Columns 1 .. count that hold nothing; handed out lowest first, or first given first."""
-
-    def __init__(self, count: int, lowest_first: bool) -> None:
-        self._lowest_first = lowest_first
-        self._free = deque(range(1, count + 1))
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def take(self) -> int:
-        return self._free.popleft()
-
-    def give(self, column: int) -> None:
-        if self._lowest_first:
-            insort(self._free, column)
-        else:
-            self._free.append(column)
-
-
-@dataclass(eq=False)
-class Column:
-    """A column that holds something, or is about to.
-
-    Attributes:
-        number: as workers know it, from 1.
-        pages: of each region in order, the pages under its rows.
-        hashes: of the blocks of tokens that it holds since an earlier step.
-        cuts: of each region, numbers of pages below which a store can tell pages apart.
-        high: positions 0 .. high-1 may have been written.
-        floor: what `geometry.floor(high)` is, if it is known.
-        request: whose it is; None: retained.
-    """
-
-    number: int
-    pages: list[list[KVCacheBlock]]
-    cuts: list[set[int]]
-    hashes: list[bytes] = field(default_factory=list)
-    high: int = 0
-    floor: int | None = None
-    request: str | None = None
-
-
-@dataclass(frozen=True)
-class Hit:
-    """What of a prompt is there already.
-
-    Attributes:
-        source: the column that holds it; None if nothing is there.
-        blocks: of tokens, that `source` holds and every layer can go on from.
-        coming: blocks that columns will hold after the step that is being planned.
-    """
-
-    source: Column | None
-    blocks: int
-    coming: int
+__all__ = ["ColumnTable"]
 
 
 class ColumnTable:
@@ -92,10 +29,12 @@ class ColumnTable:
 
     Attributes:
         commands: for the workers, since they were last taken.
-        retained_pages: pages that no request's column has.
+        lenders: what columns hold, and can lend.
+        pages: what is under them.
+        clones: columns that began as a clone, so far.
+        adoptions: retained columns that a request took over, so far.
+        evictions: retained columns that gave way to something else, so far.
     """
-
-    pool: "PagePool"
 
     def __init__(
         self,
@@ -108,17 +47,13 @@ class ColumnTable:
         self._cut_pages = cut_pages
         self.block_tokens = block_tokens
         self.commands: list[Command] = []
-        self.retained_pages = 0
+        self.clones = self.adoptions = self.evictions = 0
         self._free = FreeColumns(geometry.max_seqs, lowest_first)
         self._by_request: dict[str, Column] = {}
         self._retained: OrderedDict[int, Column] = OrderedDict()  # least recently used first
         self._columns: dict[int, Column] = {}
-        self._index = PrefixIndex()
-        self._ends = PrefixIndex()  # of retained columns the last block alone
-        # Of the step that is being planned: blocks that its columns come to hold.
-        self._coming: dict[Column, list[bytes]] = {}
-        self._coming_hashes: set[bytes] = set()
-        self._users: dict[int, int] = {}  # page -> how many requests' columns have it, if any do
+        self.lenders = Lenders(geometry, block_tokens, self._columns)
+        self.pages = PageUse()
 
     def of(self, request: str) -> Column | None:
         return self._by_request.get(request)
@@ -127,51 +62,17 @@ class ColumnTable:
         """Whether a column can be had for one more request."""
         return bool(self._free) or bool(self._retained)
 
+    def count_columns(self) -> dict[str, int]:
+        """How many columns are a request's (running), retained, and free."""
+        return {
+            "running": len(self._by_request),
+            "retained": len(self._retained),
+            "free": len(self._free),
+        }
+
     def take_commands(self) -> list[Command]:
         commands, self.commands = self.commands, []
         return commands
-
-    # What a prompt finds.
-
-    def find(self, hashes: Sequence[bytes], max_tokens: int) -> Hit:
-        """The longest prefix of a prompt, of at most `max_tokens`, that a column can lend.
-
-        A ring holds what the next token looks back at only down to its floor, so that of columns
-        with rings a shorter prefix may be all that serves.
-        """
-        most = min(len(hashes), max_tokens // self.block_tokens)
-        coming = self._index.longest(hashes, most, self._coming_hashes.__contains__)
-        seen: set[int] = set()
-        for blocks in range(self._index.longest(hashes, most), 0, -1):
-            source = self._lender(hashes[blocks - 1], blocks * self.block_tokens, seen)
-            if source is not None:
-                return Hit(source, blocks, coming)
-        return Hit(None, 0, coming)
-
-    def _lender(self, block: bytes, tokens: int, seen: set[int]) -> Column | None:
-        """A column that ends with the block and is retained, at best, else the latest that has it.
-
-        The latest may be a clone, and then its memory is cut where the prefix ends.
-
-        Args:
-            seen: columns that could not lend more tokens, and so not these; more are added.
-        """
-        holders = self._index.columns(block)
-        if len(holders) == len(seen):
-            return None
-        for number in (*reversed(self._ends.columns(block)), *reversed(holders)):
-            if number not in seen:
-                column = self._columns[number]
-                if self._floor(column) <= tokens:
-                    return column
-                seen.add(number)
-        return None
-
-    def _floor(self, column: Column) -> int:
-        """Fewest tokens that the column can lend."""
-        if column.floor is None:
-            column.floor = self.geometry.floor(column.high)
-        return column.floor
 
     # What a request costs.
 
@@ -191,7 +92,7 @@ class ColumnTable:
             max(region.pages_for(tokens) - len(pages), 0)
             for region, pages in zip(self.geometry.regions, kept, strict=True)
         )
-        return missing + sum(page.block_id not in self._users for pages in kept for page in pages)
+        return missing + self.pages.count_retained(page for pages in kept for page in pages)
 
     def _goes_on(self, hit: Hit) -> bool:
         """Whether the request takes the column over, and not a clone of it.
@@ -272,15 +173,16 @@ class ColumnTable:
         column = hit.source
         assert column is not None
         tokens = hit.blocks * self.block_tokens
+        self.adoptions += 1
         self._stop_retaining(column)
-        self._forget_blocks(column, hit.blocks)
+        self.lenders.forget(column, hit.blocks)
         kept = self._kept(hit)
-        self._use(page for pages in kept for page in pages)
+        self.pages.use(page for pages in kept for page in pages)
         dropped = []
         for pages, stay in zip(column.pages, kept, strict=True):
             staying = {page.block_id for page in stay}
             dropped += [page for page in pages if page.block_id not in staying]
-        self._drop(dropped)
+        self.pages.drop(dropped)
         column.pages = kept
         for cuts, stay in zip(column.cuts, kept, strict=True):
             cuts.intersection_update(range(len(stay) + 1))
@@ -295,9 +197,9 @@ class ColumnTable:
         if source.request is None:
             self._retained.move_to_end(source.number)  # used just now
         shared = self._shared(hit)
-        self._use(page for pages in shared for page in pages)
+        self.clones += 1
         for pages in shared:
-            self.pool.touch(pages)
+            self.pages.share(pages)
         column = self._new()
         column.pages = shared
         for region, cuts, known in zip(
@@ -307,7 +209,7 @@ class ColumnTable:
             cuts.update(cut for cut in known if cut < whole)
             cuts.add(whole)
         column.hashes = source.hashes[: hit.blocks]
-        self._index.add(column.number, column.hashes)
+        self.lenders.begin(column)
         column.high, column.floor = self.geometry.high_after_rewind(source.high, tokens), None
         self.commands.append(Clone(source.number, column.number, tokens))
         return column
@@ -317,33 +219,8 @@ class ColumnTable:
         for region, pages in zip(self.geometry.regions, column.pages, strict=True):
             missing = region.pages_for(tokens) - len(pages)
             if missing > 0:
-                new = self.pool.get_new_blocks(missing)
-                self._users.update((page.block_id, 1) for page in new)
-                pages += new
+                pages += self.pages.take(missing)
         column.high, column.floor = max(column.high, tokens), None
-
-    def will_hold(self, column: Column, hashes: Sequence[bytes], tokens: int) -> None:
-        """After the step that is being planned the column holds these tokens of its request."""
-        coming = self._coming.get(column)
-        known = len(column.hashes) + (len(coming) if coming else 0)
-        blocks = min(tokens // self.block_tokens, len(hashes))
-        if blocks > known:
-            new = hashes[known:blocks]
-            self._coming.setdefault(column, []).extend(new)
-            self._coming_hashes.update(new)
-
-    def next_step(self) -> None:
-        """The step that was planned is on its way, and what it writes can be lent."""
-        for column, hashes in self._coming.items():
-            retained = column.request is None
-            if retained:
-                self._ends.remove(column.number, column.hashes[-1:])
-            self._index.add(column.number, hashes)
-            column.hashes += hashes
-            if retained:
-                self._ends.add(column.number, column.hashes[-1:])
-        self._coming.clear()
-        self._coming_hashes.clear()
 
     def end(self, request: str, retain: bool) -> None:
         """The request is done with its column."""
@@ -351,10 +228,10 @@ class ColumnTable:
         if column is None:
             return
         column.request = None
-        self._unuse(page for pages in column.pages for page in pages)
-        if retain and (column.hashes or column in self._coming):
+        self.pages.unuse(page for pages in column.pages for page in pages)
+        if retain and self.lenders.holds_any(column):
             self._retained[column.number] = column
-            self._ends.add(column.number, column.hashes[-1:])
+            self.lenders.retain(column)
         else:
             self._release(column)
 
@@ -362,8 +239,7 @@ class ColumnTable:
         """What the request's column holds is gone; nothing may be lent from it any more."""
         column = self._by_request.get(request)
         if column is not None:
-            self._forget_blocks(column, 0)
-            self._coming.pop(column, None)
+            self.lenders.forget_all(column)
 
     def empty(self, number: int) -> None:
         """What the column holds is gone: free it if it is retained."""
@@ -377,6 +253,15 @@ class ColumnTable:
             self.lose(column.request)
 
     def evict(self) -> bool:
+        """Free the retained column that was used longest ago for what needs it or its pages.
+
+        False if there is none.
+        """
+        found = self.forget()
+        self.evictions += found
+        return found
+
+    def forget(self) -> bool:
         """Free the retained column that was used longest ago; False if there is none."""
         if not self._retained:
             return False
@@ -387,41 +272,11 @@ class ColumnTable:
 
     def _stop_retaining(self, column: Column) -> None:
         del self._retained[column.number]
-        self._ends.remove(column.number, column.hashes[-1:])
+        self.lenders.stop_retaining(column)
 
     def _release(self, column: Column) -> None:
-        self._coming.pop(column, None)
-        self._forget_blocks(column, 0)
-        self._drop([page for pages in column.pages for page in pages])
+        self.lenders.forget_all(column)
+        self.pages.drop([page for pages in column.pages for page in pages])
         del self._columns[column.number]
         self._free.give(column.number)
         self.commands.append(Release(column.number))
-
-    def _forget_blocks(self, column: Column, keep: int) -> None:
-        self._index.remove(column.number, column.hashes[keep:])
-        del column.hashes[keep:]
-
-    # Which pages requests have.
-
-    def _use(self, pages: Iterable[KVCacheBlock]) -> None:
-        """One more request's column has the pages, that some column had already."""
-        for page in pages:
-            users = self._users.get(page.block_id, 0)
-            self._users[page.block_id] = users + 1
-            if not users:
-                self.retained_pages -= 1
-
-    def _unuse(self, pages: Iterable[KVCacheBlock]) -> None:
-        """One request's column less has the pages."""
-        for page in pages:
-            self._users[page.block_id] -= 1
-            if not self._users[page.block_id]:
-                del self._users[page.block_id]
-                self.retained_pages += 1
-
-    def _drop(self, pages: Sequence[KVCacheBlock]) -> None:
-        """A column that is no request's gives the pages up."""
-        self.retained_pages -= sum(
-            page.ref_cnt == 1 and page.block_id not in self._users for page in pages
-        )
-        self.pool.free_blocks(reversed(pages))

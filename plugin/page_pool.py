@@ -31,7 +31,7 @@ class PagePool(BlockPool):
 
     def get_num_free_blocks(self) -> int:
         """Pages that nobody has, and those that only retained columns have."""
-        return self.unused_pages + self.table.retained_pages
+        return self.unused_pages + self.table.pages.retained
 
     @property
     def unused_pages(self) -> int:
@@ -56,6 +56,6 @@ class PagePool(BlockPool):
         """Forget what retained columns hold; refused while a request has pages, as by vLLM."""
         if not super().reset_prefix_cache():
             return False
-        while self.table.evict():
+        while self.table.forget():
             pass
         return True

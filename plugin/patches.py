@@ -3,6 +3,9 @@
     vllm/platforms/cpu.py:CpuPlatform.check_and_update_config         all that the switch implies
     vllm/platforms/cpu.py:CpuPlatform.get_attn_backend_cls            ignores the selection
     vllm/platforms/cuda.py:CudaPlatform.check_and_update_config       all that the switch implies
+    vllm/distributed/kv_transfer/kv_connector/v1/metrics.py:
+        KVConnectorProm.__init__                                      the metrics of the columns
+        KVConnectorLogging.observe                                    does not log them
 
 Written for the releases in `support.VLLM_VERSIONS`. On another platform or release only
 `check_and_update_config` is wrapped, to refuse the backend when it is selected.
@@ -18,7 +21,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kv_columns.kv_manager import hooks
 from vllm_kv_columns.plugin import support
-from vllm_kv_columns.plugin.options import ColumnOptions
+from vllm_kv_columns.plugin.options import SECTION, ColumnOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -134,6 +137,49 @@ def _wrap_selection(platform: Any) -> None:
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
+def _wrap_metrics() -> None:
+    """Let vLLM's loggers take the columns' numbers where a KV connector's would come.
+
+    In both releases they are in the front end's only free-form field (`usage_stats.py`).
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorLogging,
+        KVConnectorProm,
+    )
+
+    make, log = KVConnectorProm.__init__, KVConnectorLogging.observe
+
+    @functools.wraps(make)
+    def init(
+        self: KVConnectorProm,
+        vllm_config: "VllmConfig",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        make(self, vllm_config, labelnames, per_engine_labelvalues)
+        if vllm_config.attention_config.backend is backend_member():
+            from prometheus_client import Counter, Gauge, Histogram
+
+            from vllm_kv_columns.plugin.metrics import ColumnMetrics
+
+            types = {
+                Gauge: self._gauge_cls,
+                Counter: self._counter_cls,
+                Histogram: self._histogram_cls,
+            }
+            self.prom_metrics = ColumnMetrics(
+                vllm_config, types, labelnames, per_engine_labelvalues
+            )
+
+    @functools.wraps(log)
+    def observe(self: KVConnectorLogging, transfer_stats_data: dict[str, Any]) -> None:
+        if SECTION not in transfer_stats_data:
+            log(self, transfer_stats_data)
+
+    KVConnectorProm.__init__ = init
+    KVConnectorLogging.observe = observe
+
+
 @functools.cache
 def install() -> None:
     """Register the backend and wrap the platform, once per process.
@@ -151,5 +197,6 @@ def install() -> None:
     from vllm_kv_columns.plugin import spec
 
     spec.register()
+    _wrap_metrics()
     if current_platform.is_cpu():
         _wrap_selection(platform)

@@ -17,11 +17,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kv_columns.plugin.column_manager import ColumnManager
 from vllm_kv_columns.plugin.commands import attach_commands
-from vllm_kv_columns.plugin.report import report_of
+from vllm_kv_columns.plugin.report import report_of, usage_of
+from vllm_kv_columns.plugin.usage_stats import UsageStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
 
 __all__ = ["AsyncColumnScheduler", "ColumnScheduler"]
@@ -44,6 +46,8 @@ class _ColumnScheduling:
         self._withheld: list[KVCacheBlock] = []
         (self._columns,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(self._columns, ColumnManager)
+        self._usage = UsageStats(self._columns.table)
+        self._idle = False  # no request is left, and the workers have heard of it
         # A block is as long as a column here, and a prefix is to be found by smaller pieces.
         self.hash_block_size = self._columns.table.block_tokens
         self._hasher = get_request_block_hasher(
@@ -72,10 +76,20 @@ class _ColumnScheduling:
                 self._columns.table.empty(column)
             self._take_back(set(report.refused))
             self._withhold(report.obtainable_pages)
+        self._usage.usage = usage_of(model_runner_output) or self._usage.usage
+        self._idle = not self.requests and not scheduler_output.total_num_scheduled_tokens
         # The next class in line is vLLM's scheduler, which mypy cannot know here.
         return super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
+        """vLLM's, with what has changed of the columns' numbers; None if it keeps no statistics."""
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            assert stats.kv_connector_stats is None
+            stats.kv_connector_stats = self._usage.take(self._idle)
+        return stats
 
     def _take_back(self, refused: set[str]) -> None:
         """Preempt the refused requests."""

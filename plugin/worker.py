@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_kv_columns.plugin.report import attach_report
+from vllm_kv_columns.plugin.report import attach_report, attach_usage
 from vllm_kv_columns.plugin.runner import SETTLE_SECONDS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ColumnWorkerMixin:
         return self._reported(output)
 
     def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
-        """The step's output, with the memory report if there is one."""
+        """The step's output, with the reports if there are any."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         return self._reported(output)
 
@@ -66,18 +66,23 @@ class ColumnWorkerMixin:
         self.model_runner.driver.store.settle(SETTLE_SECONDS)
 
     def _reported(self, output: Any) -> Any:
-        """Attach the report to the output, or leave it for the call that returns one."""
-        assert self.model_runner.driver is not None
-        report = self.model_runner.driver.report
-        if report is None or output is None:
+        """Attach the reports to the output, or leave them for the call that returns one."""
+        driver = self.model_runner.driver
+        assert driver is not None
+        if output is None:
+            return output
+        report, driver.report = driver.report, None
+        usage = driver.take_usage()
+        if report is None and usage is None:
             return output
         if isinstance(output, ModelRunnerOutput):
-            output = copy(output)  # a step without tokens returns an object that all share
-            attach_report(output, report)
+            output = held = copy(output)  # a step without tokens returns an object that all share
         else:
             # The output to come; vLLM's two model runners name what it will return differently.
             assert isinstance(output, AsyncModelRunnerOutput)
-            held = getattr(output, "model_runner_output", None)
-            attach_report(held or output._model_runner_output, report)
-        self.model_runner.driver.report = None
+            held = getattr(output, "model_runner_output", None) or output._model_runner_output
+        if report is not None:
+            attach_report(held, report)
+        if usage is not None:
+            attach_usage(held, usage)
         return output

@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m vllm_kv_columns.bench kernels``, or ``serve``."""
+"""Benchmarks: ``python -m vllm_kv_columns.bench kernels``, ``serve`` or ``memory``."""

@@ -1,4 +1,4 @@
-"""The two processes that measure a backend, and what they hand back."""
+"""The processes that measure a backend, and what they hand back."""
 
 import json
 import sys
@@ -10,9 +10,10 @@ from .engine import Engine
 from .offline import ENDED, ROW
 from .process import ChildError, run_child
 from .server import ENVIRONMENT, serving
+from .timeline import Timeline
 from .workloads import Load, Workload
 
-__all__ = ["load_server", "serve_loads", "serve_workloads"]
+__all__ = ["load_server", "serve_loads", "serve_waves", "serve_workloads"]
 
 OnRow = Callable[[Mapping[str, Any]], None]
 
@@ -28,6 +29,19 @@ def serve_workloads(
     }
     rows, ended = _run("offline", json.dumps(plan), engine.backend, timeout, on_row)
     return {"rows": rows, **ended}
+
+
+def serve_waves(
+    engine: Engine, waves: Sequence[Workload], pause: float, timeout: float, on_wave: OnRow
+) -> Timeline:
+    """Memory while waves are served, with so many idle seconds behind each. Raises ChildError."""
+    plan = {
+        "engine": asdict(engine),
+        "waves": [asdict(wave) for wave in waves],
+        "pause": pause,
+    }
+    _, ended = _run("waves", json.dumps(plan), engine.backend, timeout, on_wave)
+    return Timeline.from_json(ended)
 
 
 def serve_loads(

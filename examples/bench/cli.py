@@ -1,4 +1,4 @@
-"""Arguments of ``kernels`` and ``serve``."""
+"""The commands, and the arguments of ``kernels``."""
 
 import argparse
 import importlib.util
@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from .memory_arguments import add_memory
 from .serve_arguments import add_serve
 
 __all__ = ["main", "parser"]
@@ -14,10 +15,13 @@ PROGRAM = "python -m vllm_kv_columns.bench"
 
 
 def parser() -> argparse.ArgumentParser:
-    whole = argparse.ArgumentParser(prog=PROGRAM, description="Benchmarks of kernels and serving.")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="{kernels,serve}")
+    whole = argparse.ArgumentParser(
+        prog=PROGRAM, description="Benchmarks of kernels, of serving and of its memory."
+    )
+    commands = whole.add_subparsers(dest="command", required=True, metavar="{kernels,serve,memory}")
     add_kernels(commands)
     add_serve(commands)
+    add_memory(commands)
     return whole
 
 
@@ -56,6 +60,10 @@ def main(arguments: Sequence[str]) -> int:
         return serve(args, whole.error)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         whole.error("--plot needs matplotlib: pip install 'vllm-kv-columns[bench]'")
+    if args.command == "memory":
+        from .memory_command import memory
+
+        return memory(args, whole.error)
     from .kernels_command import kernels
 
     return kernels(args, whole.error)

@@ -49,9 +49,7 @@ class ColumnStep(Step):
             seq_cols=(problem.segments + 1).int(),
             positions=problem.positions.int(),
         )
-        bounds = StepBounds(
-            shape.tokens, len(info), shape.query_heads, shape.heads, shape.head_size
-        )
+        bounds = StepBounds(*shape.reserved, shape.query_heads, shape.heads, shape.head_size)
         kernel.reserve(bounds, problem.device)
 
     def begin(self) -> None:

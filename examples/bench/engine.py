@@ -5,7 +5,15 @@ from typing import Any
 
 from .workloads import OURS, STOCK
 
-__all__ = ["Engine"]
+__all__ = ["MAX_SEQS", "MAX_TOKENS", "Engine", "max_length"]
+
+MAX_SEQS = 256  # sequences of a step on a GPU, at most
+MAX_TOKENS = 8192  # tokens of one
+
+
+def max_length(gpu: bool) -> int:
+    """Tokens of a request, prompt and answer together, at most."""
+    return 16_384 if gpu else 4096
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,7 @@ class Engine:
     dummy: bool
     gpu: bool
     utilization: float = 0.8
-    max_seqs: int = 256
+    max_seqs: int = MAX_SEQS
     eager: bool = False
     dtype: str = "auto"
 
@@ -34,15 +42,15 @@ class Engine:
             "dtype": self.dtype,
             "max_num_seqs": self.max_seqs,
             "enable_prefix_caching": False,
+            "max_model_len": max_length(self.gpu),
         }
         if self.gpu:
             found |= {
-                "max_model_len": 16_384,
-                "max_num_batched_tokens": 8192,
+                "max_num_batched_tokens": MAX_TOKENS,
                 "gpu_memory_utilization": self.utilization,
             }
         else:
-            found |= {"max_model_len": 4096, "kv_cache_memory_bytes": 2 << 30}
+            found["kv_cache_memory_bytes"] = 2 << 30
         if self.dummy:
             found["load_format"] = "dummy"
         if self.eager:

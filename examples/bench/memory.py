@@ -1,32 +1,51 @@
-"""Device memory, as NVML reports it."""
+"""Memory as the system reports it, and a thread that reads something over and over."""
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-__all__ = ["MemorySampler"]
+__all__ = ["Sampler", "device_memory"]
+
+T = TypeVar("T")
 
 
-class MemorySampler(threading.Thread):
-    """Bytes in use on device 0, 20 times a second until stopped: (seconds, bytes) pairs."""
+def device_memory() -> Callable[[], int]:
+    """What reads the bytes in use on device 0, of all processes together, from NVML."""
+    from vllm.third_party import pynvml
 
-    def __init__(self, interval: float = 0.05) -> None:
+    pynvml.nvmlInit()
+    device = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    def used() -> int:
+        found: int = pynvml.nvmlDeviceGetMemoryInfo(device).used
+        return found
+
+    return used
+
+
+class Sampler(threading.Thread, Generic[T]):
+    """Reads, every ``interval`` seconds until stopped: (time.perf_counter(), value) pairs."""
+
+    def __init__(self, read: Callable[[], T], interval: float = 0.05) -> None:
         super().__init__(daemon=True)
-        from vllm.third_party import pynvml
+        self._read, self._interval, self._ended = read, interval, threading.Event()
+        self._error: Exception | None = None
+        self.samples: list[tuple[float, T]] = []
 
-        self._nvml = pynvml
-        pynvml.nvmlInit()
-        self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        self._interval, self._ended = interval, threading.Event()
-        self.samples: list[tuple[float, int]] = []
-
-    def now(self) -> int:
-        used: int = self._nvml.nvmlDeviceGetMemoryInfo(self._device).used
-        return used
+    def now(self) -> T:
+        return self._read()
 
     def run(self) -> None:
-        while not self._ended.wait(self._interval):
-            self.samples.append((time.perf_counter(), self.now()))
+        try:
+            while not self._ended.wait(self._interval):
+                self.samples.append((time.perf_counter(), self._read()))
+        except Exception as error:  # raised again by stop
+            self._error = error
 
     def stop(self) -> None:
+        """Raises what a reading raised."""
         self._ended.set()
         self.join()
+        if self._error is not None:
+            raise self._error

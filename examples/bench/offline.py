@@ -11,23 +11,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .engine import Engine
-from .memory import MemorySampler
+from .memory import Sampler, device_memory
 from .model import prompt
 from .workloads import Workload
 
-__all__ = ["ENDED", "ROW", "Stream", "percentile"]
+__all__ = ["ENDED", "ROW", "SETTLE", "WARM_UP", "Server", "Stream", "percentile"]
 
 ROW, ENDED = "KV_COLUMNS_ROW ", "KV_COLUMNS_ENDED "
 GIB = 1 << 30
 SETTLE = 2  # seconds after a workload until its memory should be back
+WARM_UP = Workload(64, 600, 16)  # on a GPU
 
 
 @dataclass
 class Stream:
-    """Tokens of a batch as they come. gaps: seconds from a request's token to its next."""
+    """Tokens of a batch as they come.
+
+    gaps: seconds from a request's token to its next. prompts: tokens of each request's prompt.
+    live: tokens that running requests have in the cache; a prompt counts from its first answer on,
+    an answer from the next one on.
+    """
 
     gaps: list[float] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)
+    live: int = 0
     _last: dict[str, float] = field(default_factory=dict)
 
     def add(self, request: str, tokens: int, now: float) -> None:
@@ -36,7 +44,12 @@ class Stream:
         if request in self._last:
             self.gaps.append(now - self._last[request])
         self._last[request] = now
+        self.live += tokens if request in self.tokens else self.prompts[request] + tokens - 1
         self.tokens[request] = self.tokens.get(request, 0) + tokens
+
+    def end(self, request: str) -> None:
+        """The request is done, and its tokens no longer live."""
+        self.live -= self.prompts[request] + self.tokens[request] - 1
 
 
 def percentile(values: list[float], percent: int) -> float:
@@ -56,6 +69,8 @@ class Server:
         self._llm = LLM(engine.model, skip_tokenizer_init=True, **engine.options())
         self._vocabulary = self._llm.llm_engine.model_config.get_vocab_size()
         self._batches = 0
+        self.live_tokens = 0
+        """Of running requests in the cache, as of the last step; see ``Stream.live``."""
 
     def serve(self, workload: Workload) -> tuple[float, Stream]:
         """Seconds until all requests are done, and their tokens as they came."""
@@ -75,22 +90,41 @@ class Server:
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            llm.add_request(f"{self._batches}-{i}", {"prompt_token_ids": ids}, params)
+            request = f"{self._batches}-{i}"
+            llm.add_request(request, {"prompt_token_ids": ids}, params)
+            stream.prompts[request] = len(ids)
         while llm.has_unfinished_requests():
             outputs = llm.step()
             now = time.perf_counter()
             for output in outputs:
                 stream.add(output.request_id, len(output.outputs[0].token_ids), now)
+                if output.finished:
+                    stream.end(output.request_id)
+            self.live_tokens = stream.live
         seconds = time.perf_counter() - begin
         assert list(stream.tokens.values()) == [workload.tokens_out] * workload.requests
         return seconds, stream
 
     def lengths(self, workload: Workload) -> list[int]:
-        """Of the prompts: all alike on a GPU, from a half to one and a half times on the CPU."""
-        count, length = workload.requests, workload.tokens_in
-        if self.engine.gpu or count == 1:
-            return [length] * count
-        return [max(1, length // 2 + i * length // (count - 1)) for i in range(count)]
+        """Of the prompts: all alike on a GPU, uneven on the CPU."""
+        return workload.prompt_lengths(uneven=not self.engine.gpu)
+
+    def token_bytes(self) -> int:
+        """Of the K and V of a token in all layers."""
+        config = self._llm.llm_engine.vllm_config
+        model, parallel = config.model_config, config.parallel_config
+        numbers: int = (
+            2
+            * model.get_num_layers(parallel)
+            * model.get_num_kv_heads(parallel)
+            * model.get_head_size()
+        )
+        return numbers * int(model.dtype.itemsize)
+
+    def pool_bytes(self) -> int:
+        """Of the blocks that vLLM says it has allocated for the cache."""
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size) * self.token_bytes()
 
     def stats(self) -> dict[str, Any]:
         """Of the columns; empty for another backend."""
@@ -135,8 +169,8 @@ def main(text: str) -> None:
     engine = Engine(**plan["engine"])
     workloads = [Workload(**workload) for workload in plan["workloads"]]
     server = Server(engine)
-    sampler = MemorySampler() if engine.gpu else None
-    for workload in [Workload(64, 600, 16)] if engine.gpu else workloads:
+    sampler = Sampler(device_memory()) if engine.gpu else None
+    for workload in [WARM_UP] if engine.gpu else workloads:
         server.serve(workload)  # to warm up
     ended: dict[str, Any] = {}
     idle = 0

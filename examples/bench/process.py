@@ -3,14 +3,15 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["ChildError", "end_session", "run_child", "session_processes"]
+__all__ = ["ChildError", "end_session", "ended_by_sigterm", "run_child", "session_processes"]
 
 KEPT_LINES = 2000
 SHOWN_LINES = 40
@@ -18,6 +19,16 @@ SHOWN_LINES = 40
 
 class ChildError(RuntimeError):
     """A child failed or took too long. The message ends with the last lines that it printed."""
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """In the block SIGTERM raises SystemExit, so that children are taken along."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def session_processes(leader: int) -> list[int]:

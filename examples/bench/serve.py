@@ -2,9 +2,7 @@
 
 import argparse
 import itertools
-import signal
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,9 +13,10 @@ from rich.console import Console
 
 from . import machine
 from .children import serve_loads, serve_workloads
-from .engine import Engine
+from .engine import MAX_SEQS, Engine
+from .engine_arguments import make_engine
 from .model import write_llama
-from .process import ChildError
+from .process import ChildError, ended_by_sigterm
 from .results import write_json
 from .serve_arguments import Plan, make_plan
 from .serve_table import load_table, workload_table
@@ -51,12 +50,8 @@ def serve(args: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
             }
             write_json(args.json, content)
 
-    # Ended from outside, it takes the children along.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
+    with ended_by_sigterm():
         _measure_all(plan, args, out, found, failures, keep)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     if plan.workloads:
         out.print(workload_table(found))
     if plan.loads:
@@ -75,6 +70,7 @@ def _measure_all(
     """Fill in what is found and what fails; keep is called after each turn of a backend."""
     runs = plan.turns * len(plan.workloads) + len(plan.loads)
     total = runs * len(plan.backends)
+    max_seqs = MAX_SEQS if plan.gpu else max([w.requests for w in plan.workloads] + [16])
     with tempfile.TemporaryDirectory() as scratch, Bar(out, total) as bar:
         if plan.model is None:
             write_llama(Path(scratch))
@@ -86,7 +82,7 @@ def _measure_all(
                 bar.done(f"{backend}: {what}")
 
             bar.say(f"{backend}: starting")
-            engine = _engine(args, plan, backend, plan.model or scratch)
+            engine = make_engine(args, backend, plan.gpu, scratch, max_seqs)
             last = turn == plan.turns - 1
             try:
                 _measure(engine, plan, args, found.setdefault(backend, {}), last, advance)
@@ -94,19 +90,6 @@ def _measure_all(
                 failures[backend] = str(error)
                 out.print(f"{backend} failed: {error}", markup=False)
             keep()
-
-
-def _engine(args: argparse.Namespace, plan: Plan, backend: str, model: str) -> Engine:
-    return Engine(
-        backend=backend,
-        model=model,
-        dummy=plan.model is None,
-        gpu=plan.gpu,
-        utilization=args.utilization,
-        max_seqs=256 if plan.gpu else max([w.requests for w in plan.workloads] + [16]),
-        eager=args.enforce_eager,
-        dtype=args.dtype,
-    )
 
 
 def _measure(

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from .workloads import OURS, STOCK, Load, Workload
+from .engine_arguments import CPU_BACKENDS, add_engine, check_engine
+from .workloads import OURS, Load, Workload
 
 __all__ = ["Plan", "add_serve", "make_plan"]
 
@@ -38,13 +39,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "weights; on the CPU --model is needed. Each backend runs in processes of its own, one "
         "after the other. Ends with 1 if one of them fails.",
     )
-    serve.add_argument("--model", help="a folder that vLLM loads, instead of random weights")
-    serve.add_argument(
-        "--backends",
-        nargs="+",
-        help=f"names of vLLM's, or {STOCK!r} for its own choice; "
-        f"on a GPU {' '.join(GPU_BACKENDS)}, on the CPU {STOCK} {OURS}",
-    )
+    add_engine(serve, GPU_BACKENDS)
     serve.add_argument(
         "--workloads",
         nargs="*",
@@ -68,12 +63,6 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     serve.add_argument("--rounds", type=int, default=1, help="of each workload; medians count")
     serve.add_argument("--turns", type=int, help="processes of each backend; 1, on the CPU 2")
-    serve.add_argument("--utilization", type=float, default=0.8, help="of the GPU's memory")
-    serve.add_argument("--dtype", default="auto", help="of the model")
-    serve.add_argument("--enforce-eager", action="store_true", help="no graphs, no torch.compile")
-    serve.add_argument(
-        "--timeout", type=float, default=600, help="seconds until a process is given up"
-    )
     serve.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
 
 
@@ -88,8 +77,7 @@ def make_plan(args: argparse.Namespace, gpu: bool, refuse: Callable[[str], NoRet
         parsed = tuple(Workload.parse(text) for text in workloads)
     except ValueError as error:
         refuse(str(error))
-    if not gpu and args.model is None:
-        refuse("torch finds no CUDA device, and on the CPU serve needs --model")
+    check_engine(args, gpu, refuse)
     if not parsed and not rates:
         refuse("nothing to serve: give --workloads, --rates or both")
     counts = [args.rounds] + [n for n in (args.requests, args.turns) if n is not None]
@@ -97,7 +85,7 @@ def make_plan(args: argparse.Namespace, gpu: bool, refuse: Callable[[str], NoRet
         refuse("--rounds, --requests, --turns, --rates and --timeout must be above 0")
     return Plan(
         gpu=gpu,
-        backends=tuple(args.backends or (GPU_BACKENDS if gpu else (STOCK, OURS))),
+        backends=tuple(args.backends or (GPU_BACKENDS if gpu else CPU_BACKENDS)),
         workloads=parsed,
         loads=tuple(
             Load(

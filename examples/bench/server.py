@@ -12,14 +12,14 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .process import end_session, session_processes
 
-__all__ = ["Server", "ServerStartError", "serving"]
+__all__ = ["Server", "ServerStartError", "serving", "store_bytes"]
 
 STORE_FILE = "/memfd:kv_columns:"
 """How the names of the memory files begin in which the host store keeps its pages."""
@@ -33,6 +33,23 @@ class ServerStartError(RuntimeError):
     def __init__(self, reason: str, log: list[str]) -> None:
         super().__init__("\n    ".join([reason, *log[-40:]]))
         self.log = log
+
+
+def store_bytes(processes: Iterable[int]) -> int:
+    """Bytes of physical memory that the column stores of processes hold; 0 where there is none.
+
+    Asked of the kernel (blocks allocated to the stores' memory files), not computed from lengths.
+    A file that several processes hold open counts once.
+    """
+    sizes = {}
+    for pid in processes:
+        with suppress(OSError):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    if os.readlink(link).startswith(STORE_FILE):
+                        file = link.stat()
+                        sizes[file.st_dev, file.st_ino] = file.st_blocks * 512
+    return sum(sizes.values())
 
 
 class Server:
@@ -75,18 +92,9 @@ class Server:
     def kv_resident_bytes(self) -> int:
         """Bytes of physical memory that the column store holds now; 0 for a server without one.
 
-        Asked of the kernel (blocks allocated to the store's memory files), not computed from
-        lengths. A file that several processes hold open counts once.
+        See ``store_bytes``.
         """
-        sizes = {}
-        for pid in self.processes():
-            with suppress(OSError):
-                for link in Path(f"/proc/{pid}/fd").iterdir():
-                    with suppress(OSError):
-                        if os.readlink(link).startswith(STORE_FILE):
-                            file = link.stat()
-                            sizes[file.st_dev, file.st_ino] = file.st_blocks * 512
-        return sum(sizes.values())
+        return store_bytes(self.processes())
 
     def resident_bytes(self) -> int:
         """Bytes of physical memory of all processes; what n share counts 1/n in each (Pss)."""

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .engine import MAX_SEQS, MAX_TOKENS
+
 __all__ = ["BLOCK", "SHAPES", "Shape", "select"]
 
 BLOCK = 16  # tokens of a block of the paged caches
@@ -20,6 +22,9 @@ class Shape:
     heads, group: KV heads, query heads of each. window: positions that a query sees, its own
     included; None for all. layers: that share the step's schedule. Each has a cache of its own,
     and together they hold more than twice an L2 cache, so that none finds its rows there.
+
+    kind: "step" is timed as what it adds to the other kernels of a Llama's layers, all others
+    layer by layer with nothing in between.
     """
 
     name: str
@@ -43,6 +48,16 @@ class Shape:
     @property
     def max_query(self) -> int:
         return max(q_len for q_len, _ in self.lengths)
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Tokens and sequences for which buffers are made: of an engine's largest step, or its own.
+
+        A kernel's launches may depend on them.
+        """
+        if self.kind == "step":
+            return MAX_TOKENS, MAX_SEQS
+        return self.tokens, len(self.lengths)
 
     @property
     def max_kv(self) -> int:
@@ -142,6 +157,13 @@ SHAPES: tuple[Shape, ...] = (
     Shape("mixed-128x2k+2k-at-8k", "mixed", (*_decode(128, 2 * K), (2 * K, 8 * K))),
     Shape("tp8-decode-64x4k", "decode", _decode(64, 4 * K), **_TP8),
     Shape("tp8-prefill-8k", "prefill", _prefill(1, 8 * K), **_TP8),
+    Shape("step-1x160", "step", _decode(1, 160), layers=16),
+    Shape("step-1x1k", "step", _decode(1, K), layers=16),
+    Shape("step-1x4k", "step", _decode(1, 4 * K), layers=16),
+    Shape("step-1x16k", "step", _decode(1, 16 * K), layers=16),
+    Shape("step-16x256", "step", _decode(16, 256), layers=16),
+    Shape("step-16x2k", "step", _decode(16, 2 * K), layers=16),
+    Shape("step-64x512", "step", _decode(64, 512), layers=16),
 )
 
 

@@ -108,7 +108,7 @@ def _figure(result: ShapeResult, name: str) -> Text:
         return Text("-")
     if figure.us is None:
         return Text("WRONG" if figure.wrong else "failed", style="bold red")
-    if result.shape.kind in ("decode", "verify"):
+    if result.shape.kind in ("decode", "verify", "step"):
         return Text(f"{figure.us:,.1f} ({result.tb_per_s(name):.2f} TB/s)")
     return Text(f"{figure.us:,.1f} ({result.tflop_per_s(name):,.0f} TFLOP/s)")
 

@@ -26,6 +26,13 @@ class Workload:
             raise ValueError(f"{text!r} is no workload; write REQUESTSxIN+OUT, as 256x1024+256")
         return cls(*numbers)
 
+    def prompt_lengths(self, uneven: bool) -> list[int]:
+        """Tokens of each prompt: all alike, or from a half to one and a half times."""
+        count, length = self.requests, self.tokens_in
+        if not uneven or count == 1:
+            return [length] * count
+        return [max(1, length // 2 + i * length // (count - 1)) for i in range(count)]
+
     def __str__(self) -> str:
         return f"{self.requests} x ({self.tokens_in} + {self.tokens_out})"
 

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import StoreError
 from ..geometry import SCRATCH_COLUMN, CacheGeometry
+from .usage import StoreUsage
 
 __all__ = ["ColumnStore"]
 
@@ -149,6 +150,13 @@ class ColumnStore(ABC):
     @abstractmethod
     def resident_bytes(self) -> int:
         """Memory in use as measured, not computed."""
+
+    def usage(self) -> StoreUsage:
+        """For metrics, after every step; a store that counts more than what is committed says so.
+
+        May be called while the store works in the background, and is then a moment old.
+        """
+        return StoreUsage(self.committed_pages)
 
     def statistics(self) -> dict[str, float]:
         """Totals for measuring, by name; each store has its own, by default none."""

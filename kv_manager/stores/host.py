@@ -10,6 +10,7 @@ from ..errors import StoreError, StoreFullError
 from ..geometry import SCRATCH_COLUMN, CacheGeometry
 from .base import ColumnStore
 from .region import HostRegion
+from .usage import StoreUsage
 
 __all__ = ["HostStore"]
 
@@ -123,6 +124,13 @@ class HostStore(ColumnStore):
     @property
     def committed_pages(self) -> int:
         return sum(region.table.committed for region in self._regions)
+
+    def usage(self) -> StoreUsage:
+        return StoreUsage(
+            self.committed_pages,
+            mapped=sum(region.mapped_pages for region in self._regions),
+            unmapped=sum(region.unmapped_pages for region in self._regions),
+        )
 
     def resident_bytes(self) -> int:
         """Bytes that the operating system holds for the regions' files."""

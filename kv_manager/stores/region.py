@@ -20,10 +20,15 @@ class HostRegion:
     """Addresses ``geometry.nbytes`` long; backed pages are file pages, the rest reads as zeros.
 
     The addresses stay reserved until the last tensor over them is gone.
+
+    Attributes:
+        mapped_pages: put under columns so far, a shared page once for each column.
+        unmapped_pages: taken from under columns so far, counted in the same way.
     """
 
     def __init__(self, geometry: RegionGeometry) -> None:
         self.geometry = geometry
+        self.mapped_pages = self.unmapped_pages = 0
         self.table = PageTable(geometry.cols, geometry.pages_per_column)
         self._fd = libc.new_file(f"kv_columns:{geometry.name}")
         self._close_file = weakref.finalize(self, os.close, self._fd)
@@ -80,6 +85,7 @@ class HostRegion:
                 page = self.table.fresh(col, index)
                 self._copy_page(col, index, page)
                 self._map_or_free(col, index, page, 1)
+                self.unmapped_pages += 1  # the shared one, whose place it took
                 self.table.replace_shared(col, index, page)
 
     def truncate(self, col: int, length: int) -> None:
@@ -90,6 +96,7 @@ class HostRegion:
             return
         size = self.geometry.page_size
         libc.reserve_again(self._address(col, keep), count * size)
+        self.unmapped_pages += count
         for first, freed in runs(self.table.truncate(col, keep)):
             libc.punch(self._fd, first * size, freed * size)
 
@@ -103,6 +110,7 @@ class HostRegion:
                 index += run
         except StoreError:
             libc.reserve_again(self._address(dst, 0), count * self.geometry.page_size)
+            self.unmapped_pages += index
             raise
         self.table.share(src, dst, count)
 
@@ -129,6 +137,7 @@ class HostRegion:
     def _map(self, col: int, index: int, first: int, count: int) -> None:
         size = self.geometry.page_size
         libc.map_file(self._address(col, index), count * size, self._fd, first * size)
+        self.mapped_pages += count
 
     def _map_or_free(self, col: int, index: int, first: int, count: int) -> None:
         try:

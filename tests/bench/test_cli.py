@@ -24,7 +24,7 @@ def lacking(name: str) -> Callable[[str], object]:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "the following arguments are required: {kernels,serve}"),
+        ("", "the following arguments are required: {kernels,serve,memory}"),
         ("kernels", "kernels needs a CUDA device, and torch finds none"),
         ("kernels --shapes decode 3x3", "no shape has '3x3' in its name; the shapes are decode-64"),
         ("kernels --kernel fast", "unknown attention kernel 'fast'; known are: torch-sdpa, triton"),
@@ -36,6 +36,17 @@ def lacking(name: str) -> Callable[[str], object]:
         ("serve --model m --load 7", "'1x7' is no workload"),
         ("serve --model m --rates 0", "must be above 0"),
         ("serve --model m --requests 0 --rates 1", "must be above 0"),
+        ("serve --model m --utilization 1.5", "--utilization must be above 0 and at most 1"),
+        ("memory", "torch finds no CUDA device, and on the CPU memory needs --model"),
+        ("memory --model m --waves 3x4", "'3x4' is no workload; write REQUESTSxIN+OUT"),
+        ("memory --model m --waves", "argument --waves: expected at least one argument"),
+        ("memory --model m --pause 0", "--pause and --timeout must be above 0"),
+        ("memory --model m --timeout -1", "--pause and --timeout must be above 0"),
+        ("memory --model m --utilization 0", "--utilization must be above 0 and at most 1"),
+        (
+            "memory --model m --waves 1x9+9 2x2730+2",
+            "a request of 2 x (2730 + 2) has up to 4097 tokens, and the engine takes 4096",
+        ),
         ("serve --model m --workloads", "nothing to serve: give --workloads, --rates or both"),
     ],
 )
@@ -46,12 +57,16 @@ def test_it_says_what_is_wrong(line: str, message: str, capsys: pytest.CaptureFi
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["kernels", "memory"])
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lacking("matplotlib"))
     with pytest.raises(SystemExit):
-        main(["kernels", "--plot", str(tmp_path / "plot.png")])
+        main([command, "--plot", str(tmp_path / "plot.png")])
     assert "pip install 'vllm-kv-columns[bench]'" in capsys.readouterr().err
 
 

@@ -17,6 +17,7 @@ STEPS = (
     Shape("windowed-prefill", "prefill", ((2000, 2000),), window=300, layers=3),
     Shape("mixed", "mixed", ((1, 40), (1, 1700), (600, 900)), layers=3),
     Shape("one-head", "decode", ((1, 1000), (1, 77)), heads=1, group=8, layers=3),
+    Shape("in-model", "step", ((1, 160), (1, 900)), layers=8),
     Shape("d64-g8", "prefill", ((600, 600),), heads=8, group=8, head_size=64, layers=3),
     Shape("d256-g2", "prefill", ((600, 600),), heads=4, group=2, head_size=256, layers=3),
 )

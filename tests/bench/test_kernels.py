@@ -4,6 +4,7 @@ import argparse
 import io
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from vllm_kv_columns.bench.columns import Columns
 from vllm_kv_columns.bench.flash3 import FlashAttention3
 from vllm_kv_columns.bench.problem import Problem
 from vllm_kv_columns.bench.results import Figure, ShapeResult, write_json
-from vllm_kv_columns.bench.shapes import SHAPES
+from vllm_kv_columns.bench.shapes import SHAPES, Shape
 from vllm_kv_columns.bench.table import console, kernel_table, print_machine
 from vllm_kv_columns.bench.timing import Time
 
@@ -38,10 +39,15 @@ class Picky(Backend):
         return Columns("torch-sdpa").step(problem)
 
 
-def command(tmp_path: Path, *backends: Backend, plot: Path | None = None) -> tuple[int, Any]:
+def command(
+    tmp_path: Path,
+    *backends: Backend,
+    plot: Path | None = None,
+    shapes: Sequence[Shape] = TINY[:2],
+) -> tuple[int, Any]:
     file = tmp_path / "deep" / "results.json"
     args = argparse.Namespace(seconds=0.01, bound=1e-2, json=file, plot=plot, line="the command")
-    status = kernels_command.measure_and_show(args, TINY[:2], backends, CPU)
+    status = kernels_command.measure_and_show(args, shapes, backends, CPU)
     return status, json.loads(file.read_text())
 
 
@@ -99,6 +105,26 @@ def test_a_wrong_result_of_ours_is_named_and_the_status_is_1(
     assert "decode, ours: not timed: relative error 0.5" in shown
     assert found["shapes"][0]["us"]["ours"] is None
     assert found["shapes"][0]["error"]["ours"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_step_in_a_model_is_checked_timed_and_written_like_all_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [one for one in TINY if one.kind == "step"]
+    status, found = command(tmp_path, Columns("torch-sdpa"), shapes=steps)
+    assert status == 0
+    (shape,) = found["shapes"]
+    assert (shape["name"], shape["kind"]) == ("step", "step")
+    assert shape["us"]["ours"] > 0
+    assert 0 < shape["error"]["ours"] < 1e-2
+    assert " TB/s)" in capsys.readouterr().out
+
+    def wrong(step: Step, index: int) -> None:
+        step.out *= 1.5
+
+    status, found = command(tmp_path, Spoiled(wrong), shapes=steps)
+    assert status == 1
+    assert found["shapes"][0]["us"]["ours"] is None
 
 
 @pytest.mark.usefixtures("exact_times")

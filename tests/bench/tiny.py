@@ -27,6 +27,7 @@ TINY = (
     shape("chunk", "prefill", (20, 63)),
     shape("mixed", "mixed", (1, 40), (1, 17), (25, 50)),
     shape("one-head", "decode", (1, 40), (1, 50), heads=1),
+    shape("step", "step", (1, 40), (1, 7)),
 )
 
 

@@ -18,6 +18,7 @@ from vllm_kv_columns.kv_manager import (
     StoreError,
     StoreFullError,
 )
+from vllm_kv_columns.kv_manager.stores.usage import StoreUsage
 
 from .builders import PAGE, config, holds, is_zero, write
 from .fake_driver import FakeDriver
@@ -90,6 +91,19 @@ def test_a_long_prompt_takes_few_calls_of_the_driver(driver: FakeDriver) -> None
         before = len(driver.log)
         store.prepare_write(1, pages(149), pages(150))
         assert grown(driver, before, "map") == grown(driver, before, "allow") == [1]
+
+
+def test_usage_tells_live_from_spare_memory(driver: FakeDriver) -> None:
+    with made(driver, spare_bytes=4 * PAGE) as store:
+        store.prepare_write(1, 0, pages(20))
+        store.clone(1, 2, pages(16))
+        assert store.usage() == StoreUsage(21, 0, 4, mapped=1 + 20 + 16)
+        store.release_all((1, 2))
+        assert store.usage() == StoreUsage(1, 20, 4, mapped=37)  # the device may be at work on it
+        driver.advance()
+        assert store.tend() is None
+        assert store.idle_pages == (4, 0)
+        assert store.usage() == StoreUsage(1, 4, 4, mapped=37, unmapped=36)
 
 
 def test_growth_within_a_page_calls_nothing(driver: FakeDriver) -> None:

@@ -16,9 +16,17 @@ from vllm_kv_columns.kv_manager import (
     StoreError,
     StoreFullError,
 )
+from vllm_kv_columns.kv_manager.stores.usage import StoreUsage
 from vllm_kv_columns.plugin.column_driver import REPORT_STEPS, ColumnDriver
 from vllm_kv_columns.plugin.commands import Clone, Command, Release, Rewind, attach_commands
-from vllm_kv_columns.plugin.report import MemoryReport, attach_report, report_of
+from vllm_kv_columns.plugin.report import (
+    MemoryReport,
+    UsageReport,
+    attach_report,
+    attach_usage,
+    report_of,
+    usage_of,
+)
 from vllm_kv_columns.plugin.step_times import StepTimes
 
 PAGE = 4096
@@ -160,6 +168,7 @@ def test_what_a_refused_column_was_to_lend_is_refused_too(store: HostStore) -> N
     clones = [Clone(1, 3, 4), Clone(3, 4, 4)]
     driver.prepare(plan({"c": 1, "d": 1}, commands=clones, new={"c": 3, "d": 4}))
     assert driver.refused == {"a", "c", "d"}
+    assert driver.refused_growths == 1, "c and d were not refused for want of memory"
     assert driver.report is not None and driver.report.refused == ("c", "d")
     ended = [Release(1), Release(3), Release(4)]
     driver.prepare(plan({"e": 8}, preempted={"a", "c", "d"}, commands=ended, new={"e": 3}))
@@ -178,7 +187,7 @@ def test_retained_columns_are_emptied_when_nothing_runs(store: HostStore) -> Non
         time.sleep(0.01)
     assert store.committed_pages == 1
     driver.prepare(plan({"c": 1, "d": 8}, commands=[Clone(1, 3, 8)], new={"c": 3, "d": 4}))
-    assert driver.refused == {"c"}
+    assert driver.refused == {"c"} and driver.refused_growths == 0
     assert driver.report is not None
     assert (driver.report.refused, driver.report.lost) == (("c",), (1, 2, 3))
     driver.prepare(plan({"d": 1}, running={"d": 8}))
@@ -195,7 +204,7 @@ def test_a_clone_that_gets_no_memory_is_refused(
     driver.prepare(plan({"a": 8}, new={"a": 1}))
     monkeypatch.setattr(store, "clone", full)
     driver.prepare(plan({"a": 1, "b": 1}, {"b": 2}, {"a": 8}, commands=[Clone(1, 2, 4)]))
-    assert driver.refused == {"b"}
+    assert driver.refused == {"b"} and driver.refused_growths == 1
     assert driver.report is not None and driver.report.refused == ("b",)
 
 
@@ -238,7 +247,7 @@ def test_all_workers_refuse_what_one_cannot_back(store: HostStore) -> None:
 
     driver = ColumnDriver(store, agree=other_worker_has_no_memory_for_the_second)
     driver.prepare(plan({"a": 8, "b": 8}, new={"a": 1, "b": 2}))
-    assert driver.refused == {"b"}
+    assert driver.refused == {"b"} and driver.refused_growths == 1
     assert driver.report == MemoryReport(refused=("b",), obtainable_pages=1, lost=(2,))
     assert store.committed_pages == 2
 
@@ -354,8 +363,23 @@ def test_steps_of_decodes_are_timed_on_their_own() -> None:
     assert times.take()["longest_prepare_seconds"] == 0
 
 
-def test_a_report_travels_on_an_output() -> None:
+def test_what_the_store_holds_is_told_when_it_has_changed(store: HostStore) -> None:
+    driver = ColumnDriver(store)
+    assert driver.take_usage() == UsageReport(StoreUsage(1, mapped=1), 0)
+    driver.prepare(plan({"a": 8}, new={"a": 1}))
+    assert driver.take_usage() == UsageReport(StoreUsage(2, mapped=2), 0)
+    assert driver.take_usage() is None
+    driver.prepare(plan({"a": 1, "b": 4}, {"b": 2}, {"a": 8}, commands=[Clone(1, 2, 8)]))
+    # One page more for a, none for b, which shares a's first until it writes.
+    assert driver.take_usage() == UsageReport(StoreUsage(4, mapped=5, unmapped=1), 0)
+    driver.prepare(plan({}, finished={"a", "b"}, commands=[Release(1), Release(2)]))
+    assert driver.take_usage() == UsageReport(StoreUsage(1, mapped=5, unmapped=4), 0)
+
+
+def test_reports_travel_on_an_output() -> None:
     output = SimpleNamespace()
-    assert report_of(output) is None
+    assert report_of(output) is None and usage_of(output) is None
     attach_report(output, MemoryReport(("a",), 5))
+    attach_usage(output, UsageReport(StoreUsage(3), 1))
     assert report_of(output) == MemoryReport(("a",), 5)
+    assert usage_of(output) == UsageReport(StoreUsage(3), 1)

@@ -36,7 +36,8 @@ from vllm_kv_columns.kv_manager import (
 from vllm_kv_columns.kv_manager.stores.region import HostRegion
 from vllm_kv_columns.plugin.column_driver import ColumnDriver
 from vllm_kv_columns.plugin.column_manager import ColumnManager
-from vllm_kv_columns.plugin.column_table import Column, ColumnTable
+from vllm_kv_columns.plugin.column_table import ColumnTable
+from vllm_kv_columns.plugin.columns import Column
 from vllm_kv_columns.plugin.commands import attach_commands
 from vllm_kv_columns.plugin.spec import ColumnSpec
 
@@ -112,7 +113,7 @@ class Serving(RuleBasedStateMachine):
         for request in self.running:
             self.manager.free(request.request_id)
         assert self.pool.reset_prefix_cache()
-        assert self.table.retained_pages == 0 and self.pool.unused_pages == BUDGET
+        assert self.table.pages.retained == 0 and self.pool.unused_pages == BUDGET
         plan = self._plan({}, {}, {})
         self.driver.prepare(plan)
         assert self.store.committed_pages == self.geometry.scratch_pages
@@ -310,6 +311,22 @@ class Serving(RuleBasedStateMachine):
                 if self.geometry.floor(column.high) <= len(tokens):
                     self._check_rows(column.number, tokens, len(tokens))
 
+    @invariant()
+    def columns_are_counted_by_state(self) -> None:
+        counts = self.table.count_columns()
+        assert counts["running"] == len(self.running)
+        assert counts["retained"] == sum(column.request is None for column in self._columns())
+        assert sum(counts.values()) == COLUMNS
+
+    @invariant()
+    def what_the_store_maps_is_counted(self) -> None:
+        usage = self.store.usage()
+        assert usage.committed == self.store.committed_pages
+        held = (usage.committed + usage.spare) * self.geometry.page_size
+        assert held == self.store.resident_bytes()
+        mapped = usage.mapped - usage.unmapped
+        assert mapped >= usage.committed
+
     def _check_rows(self, column: int, tokens: list[int], length: int) -> None:
         for group in self.groups:
             view = self.store.layer_view(group.layers[0])
@@ -323,8 +340,10 @@ class Serving(RuleBasedStateMachine):
         columns = self._columns()
         used = {p.block_id for c in columns if c.request for pages in c.pages for p in pages}
         all_pages = {p.block_id for c in columns for pages in c.pages for p in pages}
-        assert self.table.retained_pages == len(all_pages - used)
+        assert self.table.pages.retained == len(all_pages - used)
         assert self.pool.unused_pages == BUDGET - len(all_pages)
+        shared = {p.block_id for c in columns for pages in c.pages for p in pages if p.ref_cnt > 1}
+        assert self.table.pages.shared == len(shared)
         for page in (p for c in columns for pages in c.pages for p in pages):
             assert page.ref_cnt == sum(page in pages for c in columns for pages in c.pages)
         if not self.table.commands:

@@ -71,12 +71,11 @@ def all_tokens(result: Result) -> dict[str, Any]:
 
 CHANGES: dict[str, Job] = {
     "defaults": {},
-    "few columns, little memory and small chunks, a step ahead": {
+    "few columns, little memory and small chunks": {
         "max_num_seqs": 5,
         "additional_config": {"kv_columns": {"retained": 1}},
         "kv_cache_memory_bytes": 60 * PAGE,
         "max_num_batched_tokens": 48,
-        "async_scheduling": True,
     },
 }
 

@@ -48,11 +48,16 @@ def floor(client: OpenAI, server: Server) -> int:
     return settled(server.kv_resident_bytes)
 
 
-def metric(server: Server, name: str) -> float:
-    """The value of one metric, summed over its labels."""
+def metric(server: Server, name: str, label: str = "") -> float:
+    """The value of one metric, summed over its labels, or over those with one as in `state="free"`.
+
+    Raises:
+        AssertionError: there is none.
+    """
     with urllib.request.urlopen(server.url + "/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    values = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    sample = rf"^{re.escape(name)}(?:{{.*{re.escape(label)}.*}})? (\S+)$"
+    values = re.findall(sample, text, re.MULTILINE)
     assert values, f"/metrics has no {name}"
     return sum(map(float, values))
 

@@ -123,6 +123,33 @@ def test_usage_and_resident_memory_follow_the_load(
     assert max(resident) > floor
 
 
+def test_the_metrics_of_the_columns_follow_the_load_and_come_back(
+    server: Server, floor: int, load: Callable[[], bool]
+) -> None:
+    def column_metric(name: str, label: str = "") -> float:
+        return metric(server, f"vllm:kv_columns_{name}", label)
+
+    mapped = column_metric("mapped_pages_total")
+    committed, running, shared = [], [], []
+    while load():
+        committed.append(column_metric("committed_bytes"))
+        running.append(column_metric("columns", 'state="running"'))
+        shared.append(column_metric("shared_bytes"))
+        time.sleep(0.1)
+    assert max(committed) > floor and 1 <= max(running) <= CLIENTS
+    assert column_metric("clones_total") > 0, "the prompts begin alike"
+    assert 0 < max(shared) < max(committed)
+    assert column_metric("mapped_pages_total") > mapped
+    assert column_metric("refused_growths_total") == column_metric("evictions_total") == 0
+    # Nothing has run since the last step, and what was retained is gone for all that.
+    assert within(1, lambda: column_metric("committed_bytes") == floor)
+    assert server.kv_resident_bytes() == floor
+    assert column_metric("retained_bytes") == column_metric("shared_bytes") == 0
+    assert column_metric("spare_bytes") == 0, "on the CPU everything goes back at once"
+    columns = 8 + 3 * 8  # the retained ones are three for each sequence
+    assert column_metric("columns", 'state="free"') == column_metric("columns") == columns
+
+
 def test_memory_is_back_at_the_floor_a_second_after_the_last_request(
     server: Server, client: OpenAI, floor: int
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from ...errors import StoreError, StoreFullError
 from ...geometry import SCRATCH_COLUMN, CacheGeometry
 from ..base import ColumnStore
+from ..usage import StoreUsage
 from .access import Access
 from .chores import Chores
 from .cuda_driver import CudaDriver
@@ -246,6 +247,16 @@ class CudaVmmStore(ColumnStore):
     def idle_pages(self) -> tuple[int, int]:
         """Physical pages held and not in use: (spare, still mapped in retired columns)."""
         return self._pool.spare_pages, sum(region.idle for region in self._regions)
+
+    def usage(self) -> StoreUsage:
+        committed = self.committed_pages
+        return StoreUsage(
+            committed,
+            spare=max(0, self._pool.held_pages - committed),
+            spare_limit=self._spare_to_keep(),
+            mapped=sum(region.mapped_pages for region in self._regions),
+            unmapped=sum(region.unmapped_pages for region in self._regions),
+        )
 
     def resident_bytes(self) -> int:
         """Bytes of all physical allocations held from the driver."""
