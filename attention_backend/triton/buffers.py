@@ -5,17 +5,17 @@ from typing import Any
 import torch
 
 from .config import Cut
+from .kernels.segments import PIECE
 
 __all__ = ["GAP_ROWS", "Buffers"]
 
-PIECE_NUMBERS = 8
 GAP_ROWS = 32
 
 
 class Buffers:
     """For steps of one shape up to ``tokens`` query rows and ``segments`` rows of seq_info.
 
-    pieces: int32 [runs, 8], draft_pieces: the same for draft_runs, or pieces itself where the runs
+    pieces: int32 [runs, 12], draft_pieces: the same for draft_runs, or pieces itself where the runs
     are the same; tiles: int32 [max_tiles, 2]; live: int32 [tokens]; gaps: int32
     [tokens / GAP_ROWS]; arrivals: int32 [runs * heads], zero whenever no kernel runs; progress:
     int32 [2], of the long segments' items those handed out, zero as well, and the query tiles in
@@ -32,7 +32,7 @@ class Buffers:
         gaps = -(-tokens // GAP_ROWS)
         programs = cut.most_runs * cut.heads
         # What the kernels are told to be aligned comes first.
-        pieces, draft_pieces = cut.runs * PIECE_NUMBERS, cut.second_runs * PIECE_NUMBERS
+        pieces, draft_pieces = cut.runs * PIECE.value, cut.second_runs * PIECE.value
         sizes = (4, pieces, draft_pieces, 2 * self.max_tiles, tokens, gaps, programs)
         numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
         self.progress = numbers[0][:2]

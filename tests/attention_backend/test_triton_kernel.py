@@ -212,7 +212,7 @@ def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> Non
     step = kernel.prepare(tables_of(info.to(DEVICE)), rows=4096, window=None, causal=True)
     (buffers,) = kernel._buffers.values()
     assert buffers.owner is step
-    counts = buffers.pieces.reshape(-1, 8)[:, 2].tolist()
+    counts = buffers.pieces.reshape(-1, 12)[:, 2].tolist()
     tile = buffers.cut.short_keys
     total = -(-keys // tile) + -(-70 // tile)
     least = buffers.cut.min_tiles
@@ -235,7 +235,7 @@ def test_segments_of_equal_lengths_are_cut_as_little_as_can_be(
     info = torch.tensor([(i, 1, i, 640) for i in range(count)], dtype=torch.int32, device=DEVICE)
     buffers = Buffers(cut, 64, count, count, DEVICE)
     layer.launch_schedule(buffers, info, count, None)
-    pieces = buffers.pieces.reshape(-1, 8)
+    pieces = buffers.pieces.reshape(-1, 12)
     assert pieces[:, 2].count_nonzero() == used
     parts = pieces[:, 3][pieces[:, 3] > 0].tolist()
     if count == 9:  # no number of runs is near that cuts none

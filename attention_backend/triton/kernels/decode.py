@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .merge import leave_part, merge_parts, zero_rows
 from .order import after_earlier_kernels, let_later_kernels_start
-from .segments import absorb, first_key, short_tiles, slots_of
+from .segments import PIECE, absorb, first_key, short_tiles, slots_of
 
 
 @triton.jit
@@ -149,10 +149,10 @@ def attend_short(
     let_later_kernels_start(OVERLAP)
     run = p // H
     head = p % H
-    seg = tl.load(pieces + run * 8)
-    tile = tl.load(pieces + run * 8 + 1)
-    count = tl.load(pieces + run * 8 + 2)
-    owner = tl.load(pieces + run * 8 + 4)
+    seg = tl.load(pieces + run * PIECE)
+    tile = tl.load(pieces + run * PIECE + 1)
+    count = tl.load(pieces + run * PIECE + 2)
+    owner = tl.load(pieces + run * PIECE + 4)
     gap = tl.load(gaps + p, mask=p * BG < T, other=0)
     while count > 0:
         n_tiles = _tiles_at(seq_info, info_s, info_c, seg, window, G, ROWS, BN)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .segments import PIECE
+
 
 @triton.jit
 def leave_part(
@@ -27,7 +29,7 @@ def merge_parts(
     owner: the run that begins the segment. Parts are added in the order of the runs, whoever
     adds them, so the bits do not depend on who is last. The count is zero again when all is done.
     """
-    parts = tl.load(pieces + owner * 8 + 3)
+    parts = tl.load(pieces + owner * PIECE + 3)
     tl.debug_barrier()  # all of the part is stored before its arrival is told
     first = owner * H + head
     before = tl.atomic_add(arrivals + first, 1, sem="acq_rel")

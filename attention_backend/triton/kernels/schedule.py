@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .order import after_earlier_kernels, let_later_kernels_start
-from .segments import long_tiles, short_tiles
+from .segments import PIECE, long_tiles, short_tiles
 
 
 @triton.jit
@@ -87,13 +87,19 @@ def _cut(
     last_run = (end_last.to(tl.int64) * runs - 1) // tl.maximum(total, 1)
     parts = tl.where((end_last > end) & (base_last >= begin) & works, last_run - r + 1, 0)
 
-    entry = pieces + r * 8
+    # What the segment is that a run begins with: who reads the run need not wait for that, too.
+    info = seq_info + tl.where(works, seg_begin, 0) * info_s
+    entry = pieces + r * PIECE
     known = r < R
     tl.store(entry, seg_begin, mask=known)
     tl.store(entry + 1, begin - base_begin, mask=known)
     tl.store(entry + 2, tl.where(works, end - begin, 0), mask=known)
     tl.store(entry + 3, parts.to(tl.int32), mask=known)
     tl.store(entry + 4, owner.to(tl.int32), mask=known)
+    tl.store(entry + 5, tl.load(info, mask=works, other=0), mask=known)
+    tl.store(entry + 6, tl.load(info + info_c, mask=works, other=0), mask=known)
+    tl.store(entry + 7, tl.load(info + 2 * info_c, mask=works, other=0), mask=known)
+    tl.store(entry + 8, tl.load(info + 3 * info_c, mask=works, other=0), mask=known)
 
 
 @triton.jit
@@ -180,16 +186,16 @@ def make_schedule(
     BS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Fill pieces [R, 8], draft_pieces, tiles [max_tiles, 2], live [T] and gaps [T / BE].
+    """Fill pieces [R, 12], draft_pieces, tiles [max_tiles, 2], live [T] and gaps [T / BE].
 
     Each program fills BE entries. The second number of progress becomes that of the query tiles.
 
     pieces: segment and tile that a run begins with, its number of tiles; the number of runs that
     share the segment that it ends within and began, 0 for none; the run that began the segment
-    that it begins within. draft_pieces: the same for the kernel of steps that may have drafts,
-    where that has runs of its own (DRAFT_R, else 0); which of them a captured layer reads was
-    settled before the lengths were known. tiles: segment (-1 for none) and query tile. window:
-    1 << 30 for none.
+    that it begins within; q_start, q_len, column and kv_end of the segment. draft_pieces: the same
+    for the kernel of steps that may have drafts, where that has runs of its own (DRAFT_R, else 0);
+    which of them a captured layer reads was settled before the lengths were known. tiles: segment
+    (-1 for none) and query tile. window: 1 << 30 for none.
     """
     after_earlier_kernels(OVERLAP)
     let_later_kernels_start(OVERLAP)

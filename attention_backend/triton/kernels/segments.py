@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+PIECE = tl.constexpr(12)  # numbers that say what a run is
+
 
 @triton.jit
 def first_key(q_len, kv_end, window):

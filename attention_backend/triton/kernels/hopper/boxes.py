@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..order import after_earlier_kernels
-from ..segments import first_key, short_tiles
+from ..segments import PIECE, first_key, short_tiles
 from .ring import bring
 
 
@@ -18,6 +18,22 @@ def _segment(
     col = gl.load(info + 2 * info_c)
     kv_end = gl.load(info + 3 * info_c)
     return q_start, q_len, col, kv_end, short_tiles(q_len, kv_end, window, G, ROWS, KEYS)
+
+
+@gluon.jit
+def _keep(at):
+    """A number that every layer of the step reads: weights between them do not drive it out."""
+    return gl.load(at, eviction_policy="evict_last")
+
+
+@gluon.jit
+def load_piece(pieces, run):
+    """A run: segment, tile, tiles, owner; q_start, q_len, column and kv_end of the segment."""
+    at = pieces + run * PIECE
+    return (
+        _keep(at), _keep(at + 1), _keep(at + 2), _keep(at + 4),
+        _keep(at + 5), _keep(at + 6), _keep(at + 7), _keep(at + 8),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -97,14 +113,10 @@ def produce(
     boxes, full, empty = ring
     seq_info, pieces, info_s, info_c, S, _, rows, window = table
     run, head = where
-    seg = gl.load(pieces + run * 8)
-    tile = gl.load(pieces + run * 8 + 1)
-    left = gl.load(pieces + run * 8 + 2)
+    seg, tile, left, _owner, _q_start, q_len, col, kv_end = load_piece(pieces, run)
+    n_tiles = short_tiles(q_len, kv_end, window, G, ROWS, KEYS)
     count = 0
     while left > 0:
-        seg, _q_start, q_len, col, kv_end, n_tiles = find_segment(
-            seg, S, seq_info, info_s, info_c, window, G, ROWS, KEYS
-        )
         take = gl.minimum(n_tiles - tile, left)
         begin, turn, end, zero, n_old, n = sections_of(
             tile, take, q_len, kv_end, rows, window, KEYS, BN, WINDOWED
@@ -119,4 +131,7 @@ def produce(
             count += 2
         left = gl.where(n_tiles > 0, left - take, 0)
         tile = tile * 0
-        seg += 1
+        if left > 0:
+            seg, _q_start, q_len, col, kv_end, n_tiles = find_segment(
+                seg + 1, S, seq_info, info_s, info_c, window, G, ROWS, KEYS
+            )

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..segments import PIECE
 from .layouts import WARPS, row_layout
 
 # Triton renamed it after 3.6.
@@ -129,7 +130,7 @@ def merge(
     Many are merged in groups first, by the last of each group. A group counts at its first run,
     at which no segment begins; the group of the owner, which counts all, at the run after it.
     """
-    parts = gl.load(pieces + owner * 8 + 3)
+    parts = gl.load(pieces + owner * PIECE + 3)
     many = parts > _GROUP
     first = gl.where(many, (run - owner) // _GROUP * _GROUP, 0)
     n = gl.where(many, gl.minimum(parts - first, _GROUP), parts)

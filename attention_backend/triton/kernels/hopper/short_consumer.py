@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..order import after_earlier_kernels, let_later_kernels_start
-from .boxes import box_at, find_segment, sections_of
+from ..segments import short_tiles
+from .boxes import box_at, find_segment, load_piece, sections_of
 from .layouts import product_layout, row_layout
 from .parts import finish, merge, zero_rows
 from .softmax import clear, weigh
@@ -55,10 +56,8 @@ def consume(
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     io: gl.constexpr = row_layout(D)
-    seg = gl.load(pieces + run * 8)
-    tile = gl.load(pieces + run * 8 + 1)
-    left = gl.load(pieces + run * 8 + 2)
-    owner = gl.load(pieces + run * 8 + 4)
+    seg, tile, left, owner, q_start, q_len, _col, kv_end = load_piece(pieces, run)
+    n_tiles = short_tiles(q_len, kv_end, window, G, TILE_ROWS, KEYS)
     after_earlier_kernels(OVERLAP)
     let_later_kernels_start(OVERLAP)
 
@@ -70,9 +69,6 @@ def consume(
 
     count = 0
     while left > 0:
-        seg, q_start, q_len, _col, kv_end, n_tiles = find_segment(
-            seg, S, seq_info, info_s, info_c, window, G, TILE_ROWS, KEYS
-        )
         take = gl.minimum(n_tiles - tile, left)
         begin, turn, end, zero, n_old, n = sections_of(
             tile, take, q_len, kv_end, rows, window, KEYS, BN, WINDOWED
@@ -140,7 +136,10 @@ def consume(
             )  # fmt: skip
         left = gl.where(n_tiles > 0, left - take, 0)
         tile = tile * 0
-        seg += 1
+        if left > 0:
+            seg, q_start, q_len, _col, kv_end, n_tiles = find_segment(
+                seg + 1, S, seq_info, info_s, info_c, window, G, TILE_ROWS, KEYS
+            )
     workers = gl.num_programs(0) * 2
     # The last workers are the first to have nothing else to do.
     last = workers - 1 - (run * H + head)
