@@ -141,7 +141,7 @@ def choose_tiles(
     if _streams(capability, head_size, small_rows):
         runs = _short_runs(processors, heads)
         # The finer, the more even; what boxes share comes from the L2 cache.
-        cut = replace(cut, runs=runs, draft_runs=runs, short_keys=16, min_tiles=16)
+        cut = replace(cut, runs=runs, draft_runs=runs, short_keys=16, min_tiles=8)
     if element_size == 4:
         short = ShortTiles(16, 4, 2, None)
         return Tiles(cut, dims, 16, keys, 4, 2, short, short)
