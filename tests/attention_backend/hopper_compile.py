@@ -48,3 +48,22 @@ def registers_and_stack(made: Any, folder: Path) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return int(found.group(1)), int(found.group(2))
+
+
+def barriers_and_numbers(made: Any) -> tuple[set[int], set[int]]:
+    """Where in shared memory barriers are made, and where plain stores put numbers, in bytes.
+
+    Of the addresses that are constants: those of single numbers and of what has no index.
+    """
+    text = made.asm["ptx"]
+    constant = {
+        register: int(offset)
+        for register, offset in re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", text)
+    }
+    made_at = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", text)
+    barriers = {constant[register] for register in made_at if register in constant}
+    stores = re.findall(
+        r"st\.shared[.\w]*\s+\[\s*(?:global_smem\+(\d+)|(%r\d+)\s*\+\s*0)\s*\]", text
+    )
+    numbers = {int(at) if at else constant.get(register, -1) for at, register in stores} - {-1}
+    return barriers, numbers

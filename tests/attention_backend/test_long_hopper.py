@@ -16,7 +16,7 @@ from vllm_kv_columns.attention_backend.triton.config import (
 )
 
 from .cases import HEAD_SIZES
-from .hopper_compile import compile_gluon, registers_and_stack
+from .hopper_compile import barriers_and_numbers, compile_gluon, registers_and_stack
 from .interpreter import INTERPRETED
 
 SHARED = 227 << 10
@@ -120,6 +120,8 @@ def test_the_kernel_compiles_for_hopper(
     copies = r"cp\.async\.bulk\.tensor\.4d", r"griddepcontrol\.wait", r"atom\.global"
     for instruction in (r"wgmma\.mma_async", r"setmaxnreg\.inc", *copies):
         assert re.search(instruction, text), instruction
+    barriers, numbers = barriers_and_numbers(made)
+    assert barriers and numbers and not barriers & numbers
     _, stack = registers_and_stack(made, tmp_path)
     # Numbers that outlive a loop or that a mask needs may lie there; scores, weights and results
     # do not fit.

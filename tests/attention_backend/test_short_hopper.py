@@ -18,7 +18,7 @@ from vllm_kv_columns.attention_backend.triton.config import (
     choose_tiles,
 )
 
-from .hopper_compile import compile_gluon, registers_and_stack
+from .hopper_compile import barriers_and_numbers, compile_gluon, registers_and_stack
 from .interpreter import INTERPRETED
 
 PROCESSORS, SHARED, REGISTERS = 132, 227 << 10, 1 << 16
@@ -179,6 +179,8 @@ def test_the_kernel_compiles_for_hopper(
     copies = r"cp\.async\.bulk\.tensor\.4d", r"griddepcontrol\.wait", r"atom\.global"
     for instruction in (r"wgmma\.mma_async", r"setmaxnreg\.inc", *copies):
         assert re.search(instruction, text), instruction
+    barriers, numbers = barriers_and_numbers(made)
+    assert barriers and numbers and not barriers & numbers
     registers, stack = registers_and_stack(made, tmp_path)
     assert registers * 32 * made.metadata.num_warps <= REGISTERS
     assert stack <= 32  # numbers that outlive a segment

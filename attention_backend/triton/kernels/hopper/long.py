@@ -82,26 +82,34 @@ def attend_long_hopper(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [ORDERS, 1], mbarrier.MBarrierLayout())
     heard = gl.allocate_shared_memory(gl.int64, [ORDERS, 1], mbarrier.MBarrierLayout())
-    # One allocation each, or the compiler would order what one consumer does to two of them.
-    turn_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # No barrier is made that nobody uses. Its place would go to numbers, for the compiler, while for
+    # the device it was a barrier still: when processes take turns on the device it came back there.
+    q_full = k_full
+    q_empty = k_empty
+    turn_0 = k_full
+    turn_1 = k_empty
+    if Q_COPIED:
+        q_full = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
+        q_empty = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(Q_PLACES):
+            mbarrier.init(q_full.index(i), count=1)
+            mbarrier.init(q_empty.index(i), count=CONSUMERS)
+    if TURNS:
+        # One allocation each, or the compiler would order what one consumer does to two of them.
+        turn_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        turn_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(turn_0, count=1)
+        mbarrier.init(turn_1, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(Q_PLACES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(ORDERS):
         mbarrier.init(told.index(i), count=1)
         mbarrier.init(heard.index(i), count=CONSUMERS)
-    mbarrier.init(turn_0, count=1)
-    mbarrier.init(turn_1, count=1)
     fence_async_shared()
     let_later_kernels_start(OVERLAP)
     used = gl.load(progress + 1)
