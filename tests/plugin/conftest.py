@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.plugin import tiny_models
+from tests.plugin.forks import Forks
 
 ENGINE = Path(__file__).with_name("engine.py")
 Job = dict[str, Any]
@@ -57,8 +59,21 @@ def same_but_for_a_tie(answer: list[int], other: list[int], likely: list[dict[st
 
 
 @pytest.fixture(scope="session")
-def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """Run one job; an equal job is run once per session. May be called from several threads."""
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    made = Forks(tmp_path_factory.mktemp("forks") / "forks.log")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def run_engine(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Callable[..., Result]:
+    """Run one job; an equal job is run once per session. May be called from several threads.
+
+    On the CPU the engine is a fork of a process that has imported vLLM. On a GPU, whose driver may
+    not be forked, it is a process that imports vLLM itself.
+    """
     folder = tmp_path_factory.mktemp("engines")
     done: dict[str, Result] = {}
     locks: dict[str, threading.Lock] = {}
@@ -79,25 +94,30 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result
             if key not in done:
                 path = folder / f"{list(locks).index(key)}.json"
                 path.write_text(text)
-                done[key] = run_process(
-                    [str(ENGINE)], path, {} if plugin else {"VLLM_PLUGINS": "none"}, env
-                )
+                variables = {**({} if plugin else {"VLLM_PLUGINS": "none"}), **(env or {})}
+                if torch.cuda.is_available():
+                    done[key] = run_process([str(ENGINE)], path, variables)
+                else:
+                    forks: Forks = request.getfixturevalue("forks")
+                    done[key] = result_of(path, forks.run(path, variables))
         return done[key]
 
     return run
 
 
-def run_process(program: list[str], path: Path, *environments: dict[str, str] | None) -> Result:
+def run_process(program: list[str], path: Path, env: dict[str, str] | None = None) -> Result:
     """What Python's program makes of the job in the file, from FILE.out.json beside it."""
-    environment = dict(os.environ)
-    for more in environments:
-        environment |= more or {}
-    log = path.with_suffix(".log")
-    with log.open("w") as out:
+    environment = {**os.environ, **(env or {})}
+    with path.with_suffix(".log").open("w") as out:
         code = subprocess.run(
             [sys.executable, *program, str(path)], stdout=out, stderr=out, env=environment
         ).returncode
-    assert code == 0, f"the engine failed:\n{log.read_text()[-6000:]}"
+    return result_of(path, code)
+
+
+def result_of(path: Path, code: int) -> Result:
+    """What the engine of the job in the file has left beside it, if its status says that it did."""
+    assert code == 0, f"the engine failed:\n{path.with_suffix('.log').read_text()[-6000:]}"
     result: Result = json.loads(path.with_suffix(".out.json").read_text())
     return result
 

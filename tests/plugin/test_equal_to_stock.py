@@ -115,12 +115,6 @@ class TestSmolLM2:
         assert tokens(result) == tokens(stock)
         assert max(step["resident_bytes"] for step in result["log"]) <= budget
 
-    def test_torch_compile(
-        self, run_engine: RunEngine, smollm2: Path, greedy: Job, stock: Result
-    ) -> None:
-        result = run_engine(llm(smollm2, **COLUMNS, enforce_eager=False), [greedy])
-        assert tokens(result) == tokens(stock)
-
     def test_installed_but_not_selected_nothing_changes(
         self, run_engine: RunEngine, smollm2: Path, greedy: Job, stock: Result
     ) -> None:
@@ -193,6 +187,21 @@ class TestSlidingWindows:
             max(step["resident_bytes"] for step in result["log"])
             <= changes["kv_cache_memory_bytes"]
         )
+
+
+def test_torch_compile(run_engine: RunEngine, gemma3_like: Path, tmp_path: Path) -> None:
+    """Flat and ring layers in one graph, compiled here and now: no earlier run's code is found."""
+    result = run_engine(
+        llm(gemma3_like, **COLUMNS, enforce_eager=False),
+        [TINY_GREEDY],
+        env={"VLLM_CACHE_ROOT": str(tmp_path)},
+    )
+    stock = run_engine(llm(gemma3_like), [TINY_GREEDY], plugin=False)
+    assert result["impl"] == "ColumnAttentionImpl"
+    assert tokens(result) == tokens(stock)
+    compiled = [file.read_text() for file in tmp_path.rglob("inductor_cache/**/*.py")]
+    attends = "torch.ops.vllm.unified_attention_with_output"
+    assert sum(text.count(attends) for text in compiled) >= 8, "a call for each layer"
 
 
 def test_two_workers_share_the_heads_and_agree_on_every_step(
