@@ -168,11 +168,6 @@ def test_a_ring_of_fewer_rows_than_a_tile_memcheck(window: int) -> None:
         check(windowed(window, 7, kv_end), DEVICE)
 
 
-def test_more_positions_than_rows_reads_slots_modulo_rows() -> None:
-    case = replace(MIXED, rows=140, filler=None)
-    check(replace(case, segments=((0, 1, 1, 141), (1, 3, 2, 283), (4, 40, 3, 300))), DEVICE)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_more_queries_than_positions_memcheck(causal: bool) -> None:
     segments = ((0, 5, 1, 2), (5, 30, 2, 11), (36, 1, 3, 1))

@@ -84,8 +84,8 @@ def attend_long_hopper(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [ORDERS, 1], mbarrier.MBarrierLayout())
     heard = gl.allocate_shared_memory(gl.int64, [ORDERS, 1], mbarrier.MBarrierLayout())
-    # No barrier is made that nobody uses. Its place would go to numbers, for the compiler, while for
-    # the device it was a barrier still: when processes take turns on the device it came back there.
+    # No barrier is made that nobody uses. The compiler would give its place to numbers, but for the
+    # device it would be a barrier still, and come back there when processes take turns.
     q_full = k_full
     q_empty = k_empty
     turn_0 = k_full
