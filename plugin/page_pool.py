@@ -1,5 +1,6 @@
 """vLLM's block pool, where a block is a page of the budget and only counted."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -18,15 +19,20 @@ class PagePool(BlockPool):
     """Pages that only retained columns have count as free and are taken when they are needed.
 
     vLLM makes the pool and gives it to the manager, which turns it into one of these.
+
+    Attributes:
+        table: the columns.
+        withheld: pages of the budget that the workers cannot have at present.
     """
 
     table: "ColumnTable"
+    withheld: list[KVCacheBlock]
 
     @classmethod
     def take_over(cls, pool: BlockPool, table: "ColumnTable") -> "PagePool":
         pool.__class__ = cls
         assert isinstance(pool, cls)
-        pool.table = table
+        pool.table, pool.withheld = table, []
         return pool
 
     def get_num_free_blocks(self) -> int:
@@ -44,8 +50,41 @@ class PagePool(BlockPool):
             pass
         return super().get_new_blocks(num_blocks)
 
-    def extend(self, pages: int) -> None:
-        """So many pages more."""
+    def bound(self, pages: int, preempt_last: Callable[[], bool]) -> None:
+        """Hand out so many pages in all from now on: what the workers can have.
+
+        Retained columns give way first. Pages that requests hold cannot be withheld, so requests
+        are preempted if there is no other way.
+
+        Args:
+            pages: more than the budget raise it.
+            preempt_last: preempts the running request that came last; False if there is none.
+        """
+        budget = self.num_gpu_blocks - 1  # one block is vLLM's null block
+        if pages > budget:
+            self._extend(pages - budget)
+            budget = pages
+        missing = min(budget - max(pages, 0), budget)
+        change = missing - len(self.withheld)
+        if change > 0:
+            if not self.withheld:
+                logger.warning(
+                    "SDPA_VARLEN: %d of the %d pages of the KV cache's budget cannot be had; "
+                    "other allocations hold the memory, or the limit was lowered. Requests wait "
+                    "for it or are preempted; lower --gpu-memory-utilization if this lasts.",
+                    missing,
+                    budget,
+                )
+            while change > self.get_num_free_blocks() and preempt_last():
+                pass
+            self.withheld += self.get_new_blocks(min(change, self.get_num_free_blocks()))
+        elif change < 0:
+            back, self.withheld = self.withheld[missing:], self.withheld[:missing]
+            self.free_blocks(back)
+            if not self.withheld:
+                logger.info("SDPA_VARLEN: the whole budget of the KV cache can be had again.")
+
+    def _extend(self, pages: int) -> None:
         for number in range(self.num_gpu_blocks, self.num_gpu_blocks + pages):
             block = KVCacheBlock(number, pool=self)
             self.blocks.append(block)
@@ -54,7 +93,11 @@ class PagePool(BlockPool):
 
     def reset_prefix_cache(self) -> bool:
         """Forget what retained columns hold; refused while a request has pages, as by vLLM."""
-        if not super().reset_prefix_cache():
+        held_back = len(self.withheld)
+        self.free_blocks(self.withheld)  # vLLM would take them for a request's
+        done = super().reset_prefix_cache()
+        self.withheld = super().get_new_blocks(held_back)
+        if not done:
             return False
         while self.table.forget():
             pass

@@ -8,9 +8,8 @@ preempts it, and promises no more than the workers can have until memory is back
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncColumnScheduler", "ColumnScheduler"]
 
-logger = init_logger("vllm.plugins.kv_columns")
-
 
 class _ColumnScheduling:
     """Goes in front of a vLLM scheduler class."""
@@ -43,7 +40,6 @@ class _ColumnScheduling:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._withheld: list[KVCacheBlock] = []
         (self._columns,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(self._columns, ColumnManager)
         self._usage = UsageStats(self._columns.table)
@@ -75,7 +71,7 @@ class _ColumnScheduling:
             for column in report.lost:
                 self._columns.table.empty(column)
             self._take_back(set(report.refused))
-            self._withhold(report.obtainable_pages)
+            self.kv_cache_manager.block_pool.bound(report.obtainable_pages, self._preempt_last)
         self._usage.usage = usage_of(model_runner_output) or self._usage.usage
         self._idle = not self.requests and not scheduler_output.total_num_scheduled_tokens
         # The next class in line is vLLM's scheduler, which mypy cannot know here.
@@ -109,37 +105,6 @@ class _ColumnScheduling:
         self._preempt_request(  # type: ignore[attr-defined]
             request, time.monotonic(), drop_stale_output=True
         )
-
-    def _withhold(self, obtainable_pages: int) -> None:
-        """Take pages out of the budget that the workers cannot have, or put them back.
-
-        Retained columns give way first. Pages that requests hold cannot be taken out, so the last
-        of them are preempted if there is no other way.
-        """
-        pool = self.kv_cache_manager.block_pool
-        budget = pool.num_gpu_blocks - 1  # one block is vLLM's null block
-        if obtainable_pages > budget:
-            pool.extend(obtainable_pages - budget)
-            budget = obtainable_pages
-        missing = min(budget - max(obtainable_pages, 0), budget)
-        change = missing - len(self._withheld)
-        if change > 0:
-            if not self._withheld:
-                logger.warning(
-                    "SDPA_VARLEN: %d of the %d pages of the KV cache's budget cannot be had; "
-                    "other allocations hold the memory, or the limit was lowered. Requests wait "
-                    "for it or are preempted; lower --gpu-memory-utilization if this lasts.",
-                    missing,
-                    budget,
-                )
-            while change > pool.get_num_free_blocks() and self._preempt_last():
-                pass
-            self._withheld += pool.get_new_blocks(min(change, pool.get_num_free_blocks()))
-        elif change < 0:
-            back, self._withheld = self._withheld[missing:], self._withheld[:missing]
-            pool.free_blocks(back)
-            if not self._withheld:
-                logger.info("SDPA_VARLEN: the whole budget of the KV cache can be had again.")
 
     def _preempt_last(self) -> bool:
         """Preempt the running request that came last; False if there is none."""

@@ -176,7 +176,7 @@ class Traffic:
             "free": pool.get_num_free_blocks(),
             "unused": pool.unused_pages,
             "budget": pool.num_gpu_blocks - 1,
-            "withheld": len(self.scheduler._withheld),
+            "withheld": len(pool.withheld),
             "free_columns": len(table._free),
             "columns": table.geometry.max_seqs,
             "users": len(table.pages),

@@ -39,10 +39,11 @@ from vllm_kv_columns.plugin.column_manager import ColumnManager
 from vllm_kv_columns.plugin.column_table import ColumnTable
 from vllm_kv_columns.plugin.columns import Column
 from vllm_kv_columns.plugin.commands import attach_commands
+from vllm_kv_columns.plugin.page_pool import PagePool
 from vllm_kv_columns.plugin.spec import ColumnSpec
 
 PAGE, CAPACITY, MAX_WRITE, BLOCK, WINDOW = 4096, 96, 12, 4, 7
-BUDGET, COLUMNS, MOST_RUNNING = 60, 6, 4
+BUDGET, LARGEST_BUDGET, COLUMNS, MOST_RUNNING = 60, 75, 6, 4
 FLAT, RING = "flat", "ring"  # 512 and 1024 bytes a row, of float32: 8 and 4 rows a page
 
 
@@ -65,6 +66,7 @@ class Request:
 class Serving(RuleBasedStateMachine):
     store_type: type[ColumnStore] = HostStore
     groups: tuple[LayerGroup, ...] = (LayerGroup("flat", (FLAT,), FlatPolicy(), 1, 64, "float32"),)
+    limits_change: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,12 +110,13 @@ class Serving(RuleBasedStateMachine):
         self.held: dict[int, list[int]] = {}  # column -> tokens whose rows were written
         self.names = 0
         self.hits = 0
+        self.unheard = 0  # steps until a new limit holds
 
     def teardown(self) -> None:
         for request in self.running:
             self.manager.free(request.request_id)
         assert self.pool.reset_prefix_cache()
-        assert self.table.pages.retained == 0 and self.pool.unused_pages == BUDGET
+        assert self.table.pages.retained == 0 and self.pool.unused_pages == self._budget()
         plan = self._plan({}, {}, {})
         self.driver.prepare(plan)
         assert self.store.committed_pages == self.geometry.scratch_pages
@@ -172,6 +175,7 @@ class Serving(RuleBasedStateMachine):
         self._hear(scheduled)
         self._write(scheduled)
         self.driver.grow_ahead()
+        self.unheard = max(0, self.unheard - 1)
         for request in self.running:
             request.computed += scheduled[request.request_id]
             if request.computed == len(request.tokens):
@@ -194,6 +198,15 @@ class Serving(RuleBasedStateMachine):
     def evict(self) -> None:
         self.table.evict()
 
+    @precondition(lambda self: self.limits_change)
+    @rule(pages=st.integers(1, LARGEST_BUDGET))
+    def change_the_limit(self, pages: int) -> None:
+        """The next step still has what was promised; its report tells, the one behind obeys."""
+        least = self.geometry.pages_for(CAPACITY)
+        pages = max(pages, least) + self.geometry.scratch_pages
+        self.driver.set_limit(pages * PAGE)
+        self.unheard = 2
+
     @precondition(lambda self: not self.running)
     @rule()
     def nothing_happens_for_a_while(self) -> None:
@@ -209,12 +222,22 @@ class Serving(RuleBasedStateMachine):
         report = self.driver.report
         if report is None:
             return
-        assert report.lost and report.obtainable_pages == BUDGET
+        limit = self.store.page_limit - self.geometry.scratch_pages
+        assert report.obtainable_pages == limit
         for column in report.lost:
             self.table.empty(column)
         for request in [one for one in self.running if one.request_id in report.refused]:
             self._preempt(request)
             del scheduled[request.request_id]
+
+        def preempt_last() -> bool:
+            if not self.running:
+                return False
+            scheduled.pop(self.running[-1].request_id, None)
+            self._preempt(self.running[-1])
+            return True
+
+        self.pool.bound(report.obtainable_pages, preempt_last)
 
     def _grow(self, request: Request, tokens: int, blocks: Any) -> bool:
         name = request.request_id
@@ -257,7 +280,7 @@ class Serving(RuleBasedStateMachine):
                 new_block_ids=[None] * len(cached),
                 num_computed_tokens=[old[name] for name in cached],
             ),
-            num_scheduled_tokens=scheduled,
+            num_scheduled_tokens=dict(scheduled),
             total_num_scheduled_tokens=sum(scheduled.values()),
         )
         attach_commands(plan, self.table.take_commands())
@@ -295,6 +318,9 @@ class Serving(RuleBasedStateMachine):
     def _columns(self) -> list[Column]:
         return list(self.table._columns.values())
 
+    def _budget(self) -> int:
+        return self.pool.num_gpu_blocks - 1 - len(self.pool.withheld)
+
     # What must hold.
 
     @invariant()
@@ -327,6 +353,13 @@ class Serving(RuleBasedStateMachine):
         mapped = usage.mapped - usage.unmapped
         assert mapped >= usage.committed
 
+    @invariant()
+    def the_limit_holds(self) -> None:
+        if not self.unheard:
+            assert self.store.committed_pages <= self.store.page_limit
+            pages = {p.block_id for c in self._columns() for pages in c.pages for p in pages}
+            assert len(pages) + self.geometry.scratch_pages <= self.store.page_limit
+
     def _check_rows(self, column: int, tokens: list[int], length: int) -> None:
         for group in self.groups:
             view = self.store.layer_view(group.layers[0])
@@ -341,7 +374,7 @@ class Serving(RuleBasedStateMachine):
         used = {p.block_id for c in columns if c.request for pages in c.pages for p in pages}
         all_pages = {p.block_id for c in columns for pages in c.pages for p in pages}
         assert self.table.pages.retained == len(all_pages - used)
-        assert self.pool.unused_pages == BUDGET - len(all_pages)
+        assert self.pool.unused_pages == self._budget() - len(all_pages)
         shared = {p.block_id for c in columns for pages in c.pages for p in pages if p.ref_cnt > 1}
         assert self.table.pages.shared == len(shared)
         for page in (p for c in columns for pages in c.pages for p in pages):
@@ -355,6 +388,12 @@ class RingServing(Serving):
         LayerGroup("flat", (FLAT,), FlatPolicy(), 1, 64, "float32"),
         LayerGroup("ring", (RING,), RingPolicy(WINDOW), 2, 64, "float32"),
     )
+
+
+class SteadyRingServing(RingServing):
+    """Its limit stays, so that other faults are found soon."""
+
+    limits_change = False
 
 
 class SmallExtentStore(FakeCudaStore):
@@ -449,4 +488,25 @@ def test_control_the_machine_notices(
 ) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, StoreError)):
-        run_state_machine_as_test(RingServing, settings=FOUND)
+        run_state_machine_as_test(SteadyRingServing, settings=FOUND)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_control_a_lower_limit_must_reach_the_scheduler(
+    heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not heard:
+        monkeypatch.setattr(PagePool, "bound", lambda *args: None)
+    serving = RingServing()
+    serving.waiting += [Request(str(i), [i] * 50) for i in range(MOST_RUNNING)]
+    for _ in range(5):
+        serving.step(MAX_WRITE, 0)
+    serving.change_the_limit(1)
+    serving.step(MAX_WRITE, 0)
+    serving.step(MAX_WRITE, 0)
+    if heard:
+        serving.the_limit_holds()
+        assert serving.preempted
+    else:
+        with pytest.raises(AssertionError):
+            serving.the_limit_holds()
