@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_kv_columns.kv_manager.errors import ConfigError, StoreFullError
@@ -10,19 +10,13 @@ from vllm_kv_columns.kv_manager.stores.base import ColumnStore
 from vllm_kv_columns.plugin.commands import Command, Release, Rewind, commands_of
 from vllm_kv_columns.plugin.idle_timer import IdleTimer
 from vllm_kv_columns.plugin.report import MemoryReport, UsageReport
+from vllm_kv_columns.plugin.shortage import Agree, Shortage
 from vllm_kv_columns.plugin.step_times import StepTimes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["Agree", "ColumnDriver"]
-
-Agree = Callable[[list[int]], list[int]]
-"""Element by element the largest of what all workers of a tensor-parallel group pass."""
-
-REPORT_STEPS = 32
-"""While memory is short, every how many steps the workers look whether it came back. Steps and
-not seconds, since all workers of a group must look at the same one."""
+__all__ = ["ColumnDriver"]
 
 
 class ColumnDriver:
@@ -63,12 +57,9 @@ class ColumnDriver:
         self._running: list[str] | None = None  # requests of the last step; None: others too
         self._slack = 0  # tokens that each column of the last step can take as things are
         self._later: SchedulerOutput | None = None  # a step whose wants are not made out yet
-        self._obtainable = 0  # pages, when a request was last refused
-        self._short_steps: int | None = None  # since the last report; None: memory is not short
         self._void: set[int] = set()  # columns that do not hold what the scheduler thinks
         self._held: set[int] = set()  # columns that hold anything
-        self._lost: set[int] = set()  # columns emptied since the last report
-        self._new_limit = False  # since the last report
+        self._shortage = Shortage(store, agree)
         self._told: UsageReport | None = None
         self._lock = threading.Lock()
         self._idle = IdleTimer(retain_seconds, self._empty_retained)
@@ -105,7 +96,7 @@ class ColumnDriver:
         missing = {} if goes_on else self._missing(plan)
         failed = self._back(plan.num_scheduled_tokens, missing)
         self.peak_pages = max(self.peak_pages, self.store.committed_pages)
-        self.report = self._make_report(failed)
+        self.report = self._shortage.report(failed)
         others = plan.scheduled_new_reqs or self.refused
         self._running = None if others else plan.scheduled_cached_reqs.req_ids
         if self._held and not self._column:
@@ -142,7 +133,7 @@ class ColumnDriver:
             )
         with self._lock:
             self.store.limit_pages = pages
-            self._new_limit = True
+            self._shortage.limit_changed()
 
     def give_back(self) -> None:
         """Hold nothing but the scratch column, spare memory included, until the next step.
@@ -173,7 +164,7 @@ class ColumnDriver:
     def _empty(self) -> None:
         self.store.release_all(sorted(self._held))
         self._void |= self._held
-        self._lost |= self._held
+        self._shortage.lost |= self._held
         self._held.clear()
         self._wants, self._later, self._slack = {}, None, 0
 
@@ -244,7 +235,7 @@ class ColumnDriver:
                     self.refused_growths += 1
                     self._refuse(request)
         if failed and not refused_here:
-            self._obtainable = self.store.obtainable_pages()
+            self._shortage.look()
         return failed
 
     def _refuse_void(self, missing: dict[int, tuple[int, int]]) -> list[str]:
@@ -254,7 +245,7 @@ class ColumnDriver:
             missing.pop(self._column[request], None)
             self._refuse(request)
         if failed:
-            self._obtainable = self.store.obtainable_pages()
+            self._shortage.look()
         return failed
 
     def _back_one_by_one(self, missing: dict[int, tuple[int, int]]) -> list[str]:
@@ -266,9 +257,7 @@ class ColumnDriver:
                 self.store.prepare_write(column, start, end)
             except StoreFullError as error:
                 if not failed:
-                    # So many were not to be had, whatever the counters of the system say.
-                    most = self.store.committed_pages + error.pages - 1
-                    self._obtainable = min(most, self.store.obtainable_pages())
+                    self._shortage.look(error)
                 failed.append(owner[column])
                 self.refused_growths += 1
                 self._refuse(owner[column])
@@ -278,33 +267,10 @@ class ColumnDriver:
         column = self._column.pop(request)
         self._wants.pop(column, None)
         self._void.add(column)
-        self._lost.add(column)
+        self._shortage.lost.add(column)
         self._held.discard(column)
         self.store.release(column)
         self.refused.add(request)
-
-    def _make_report(self, failed: list[str]) -> MemoryReport | None:
-        """What the scheduler must know, and from now on whether memory came back."""
-        lost, self._lost = tuple(sorted(self._lost)), set()
-        if failed:
-            pages = self._obtainable
-        elif lost or self._new_limit:
-            pages = self.store.obtainable_pages()
-        elif self._short_steps is None:
-            return None
-        elif self._short_steps < REPORT_STEPS:
-            self._short_steps += 1
-            return None
-        else:
-            pages = self.store.obtainable_pages()
-        self._new_limit = False
-        pages = min(pages, self.store.page_limit)  # also where it holds more, after a new limit
-        if self._agree is not None:
-            pages = -self._agree([-pages])[0]
-        self._short_steps = 0 if pages < self.store.page_limit else None
-        # The scratch column is not part of the scheduler's budget.
-        pages -= self.store.geometry.scratch_pages
-        return MemoryReport(refused=tuple(failed), obtainable_pages=pages, lost=lost)
 
     def _bind(self, request: str, block_ids: tuple[list[int], ...]) -> None:
         ((column,),) = block_ids
@@ -330,7 +296,7 @@ class ColumnDriver:
         for command in commands:
             if isinstance(command, Release):
                 released.append(command.column)
-                for columns in (self._void, self._held, self._lost):
+                for columns in (self._void, self._held, self._shortage.lost):
                     columns.discard(command.column)
                 continue
             if released:

@@ -17,7 +17,7 @@ from vllm_kv_columns.kv_manager import (
     StoreFullError,
 )
 from vllm_kv_columns.kv_manager.stores.usage import StoreUsage
-from vllm_kv_columns.plugin.column_driver import REPORT_STEPS, ColumnDriver
+from vllm_kv_columns.plugin.column_driver import ColumnDriver
 from vllm_kv_columns.plugin.commands import Clone, Command, Release, Rewind, attach_commands
 from vllm_kv_columns.plugin.report import (
     MemoryReport,
@@ -27,6 +27,7 @@ from vllm_kv_columns.plugin.report import (
     report_of,
     usage_of,
 )
+from vllm_kv_columns.plugin.shortage import REPORT_STEPS
 from vllm_kv_columns.plugin.step_times import StepTimes
 
 PAGE = 4096
