@@ -1,12 +1,14 @@
 """vLLM's block pool, where a block is a page of the budget and only counted."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from vllm_kv_columns.plugin.column_table import ColumnTable
 
 __all__ = ["PagePool"]
@@ -56,6 +58,18 @@ class PagePool(BlockPool):
         """Forget what retained columns hold; refused while a request has pages, as by vLLM."""
         if not super().reset_prefix_cache():
             return False
+        told = len(self.kv_event_queue)  # that all blocks are gone, last of all
         while self.table.forget():
             pass
+        del self.kv_event_queue[told:]
         return True
+
+    def emit_cached_block_events(self, request: "Request", *args: Any, **kwargs: Any) -> None:
+        """Tell again of what was found for the request, which asked for that.
+
+        vLLM counts the blocks that stand for what was found, of a column's length.
+        """
+        table = self.table
+        found = table.lenders.find(request.block_hashes, request.num_tokens - 1)
+        assert table.lenders.events is not None
+        table.lenders.events.stored(request, range(found.blocks))
