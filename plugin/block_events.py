@@ -1,12 +1,12 @@
 """What routers hear of the blocks of tokens that columns hold: vLLM's KV cache events."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
     to_event_extra_keys,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
@@ -34,6 +34,8 @@ class BlockEvents:
 
     def __init__(self, pool: "BlockPool", block_tokens: int, group: int) -> None:
         self._pool, self._block_tokens, self._group = pool, block_tokens, group
+        # vLLM's own function asks the environment for every single hash.
+        self._numbers = bool(envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES)
 
     def stored(self, request: "Request", blocks: range) -> None:
         """Blocks of the request, of which no column had any, can be found."""
@@ -48,8 +50,8 @@ class BlockEvents:
         lora, first = request.lora_request, blocks.start
         self._pool.kv_event_queue.append(
             BlockStored(
-                block_hashes=[maybe_convert_block_hash(hashes[i]) for i in blocks],
-                parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+                block_hashes=self._published(hashes[i] for i in blocks),
+                parent_block_hash=self._published([hashes[first - 1]])[0] if first else None,
                 token_ids=request.all_token_ids[first * size : blocks.stop * size],
                 block_size=size,
                 lora_id=lora.adapter_id if lora else None,
@@ -63,11 +65,17 @@ class BlockEvents:
 
     def removed(self, hashes: Iterable[bytes]) -> None:
         """No column has these blocks any longer."""
-        gone = [maybe_convert_block_hash(one) for one in hashes]
+        gone = self._published(hashes)
         if gone:
             self._pool.kv_event_queue.append(
                 BlockRemoved(block_hashes=gone, medium=self._pool.medium, group_idx=self._group)
             )
+
+    def _published(self, hashes: Iterable[bytes]) -> list[Any]:
+        """As vLLM publishes them: the last 64 bits as a number, or all of them."""
+        if self._numbers:
+            return [int.from_bytes(one[-8:], "big") for one in hashes]
+        return list(hashes)
 
 
 def attention_kind(geometry: CacheGeometry) -> tuple[str, int | None]:
