@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
+from vllm_kv_columns.plugin.block_events import BlockEvents
 from vllm_kv_columns.plugin.column_table import ColumnTable
 from vllm_kv_columns.plugin.columns import Column, Hit
 from vllm_kv_columns.plugin.page_pool import PagePool
@@ -65,6 +66,10 @@ class ColumnManager(SingleTypeKVCacheManager):
             kv_cache_spec.cut_pages,
         )
         self.table.pages.pool = PagePool.take_over(self.block_pool, self.table)
+        if self.block_pool.enable_kv_cache_events:
+            self.table.lenders.events = BlockEvents(
+                self.block_pool, self.table.block_tokens, self.kv_cache_group_id
+            )
         self._has_waited: set[str] = set()
 
     def find_longest_cache_hit(  # a class method of vLLM's managers, called on the object
@@ -126,7 +131,7 @@ class ColumnManager(SingleTypeKVCacheManager):
         """With the step that is being planned the request's column comes to hold these tokens."""
         column = self.table.of(request.request_id)
         assert column is not None
-        self.table.lenders.will_hold(column, request.block_hashes, num_tokens)
+        self.table.lenders.will_hold(column, request, num_tokens)
 
     def new_step_starts(self) -> None:
         self.table.lenders.next_step()

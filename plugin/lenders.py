@@ -1,10 +1,17 @@
 """Which columns hold the beginning of a prompt, and can lend it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from vllm_kv_columns.kv_manager.geometry import CacheGeometry
 from vllm_kv_columns.plugin.columns import Column, Hit
 from vllm_kv_columns.plugin.prefix_index import PrefixIndex
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from vllm_kv_columns.plugin.block_events import BlockEvents
 
 __all__ = ["Lenders"]
 
@@ -16,7 +23,13 @@ class Lenders:
         geometry: of the cache.
         block_tokens: tokens of a hashed block.
         columns: all that are not free, by number; another's to change.
+
+    Attributes:
+        events: hears of blocks when the first column comes to hold them, and when none does any
+            longer; None: nobody wants to know.
     """
+
+    events: "BlockEvents | None" = None
 
     def __init__(
         self, geometry: CacheGeometry, block_tokens: int, columns: Mapping[int, Column]
@@ -26,7 +39,7 @@ class Lenders:
         self._ends = PrefixIndex()  # of retained columns the last block alone
         # Of the step that is being planned: blocks that its columns come to hold.
         self._coming: dict[Column, list[bytes]] = {}
-        self._coming_hashes: set[bytes] = set()
+        self._coming_hashes: Counter[bytes] = Counter()  # and how many of them do
 
     def find(self, hashes: Sequence[bytes], max_tokens: int) -> Hit:
         """The longest prefix of a prompt, of at most `max_tokens`, that a column can lend.
@@ -61,20 +74,28 @@ class Lenders:
 
     def forget(self, column: Column, keep: int) -> None:
         """Of a column that is not retained only the first `keep` blocks can be lent."""
-        self._index.remove(column.number, column.hashes[keep:])
+        gone = column.hashes[keep:]
+        self._index.remove(column.number, gone)
         del column.hashes[keep:]
+        self._tell_gone(gone)
 
     def forget_all(self, column: Column) -> None:
         """What the column, which is not retained, holds and comes to hold is gone."""
-        self._coming.pop(column, None)
+        coming = self._coming.pop(column, None)
+        if coming:
+            self._coming_hashes -= Counter(coming)
+            self._tell_gone(coming)
         self.forget(column, 0)
 
-    def will_hold(self, column: Column, hashes: Sequence[bytes], tokens: int) -> None:
+    def will_hold(self, column: Column, request: "Request", tokens: int) -> None:
         """After the step that is being planned the column holds these tokens of its request."""
-        coming = self._coming.get(column)
+        coming, hashes = self._coming.get(column), request.block_hashes
         known = len(column.hashes) + (len(coming) if coming else 0)
         blocks = min(tokens // self._block_tokens, len(hashes))
         if blocks > known:
+            if self.events is not None:
+                held = self._index.longest(hashes, blocks, self._coming_hashes.__contains__)
+                self.events.stored(request, range(held, blocks))
             new = hashes[known:blocks]
             self._coming.setdefault(column, []).extend(new)
             self._coming_hashes.update(new)
@@ -91,6 +112,15 @@ class Lenders:
                 self.retain(column)
         self._coming.clear()
         self._coming_hashes.clear()
+
+    def _tell_gone(self, blocks: Sequence[bytes]) -> None:
+        """A column has these blocks no longer, the last of them first."""
+        if self.events is not None:
+            self.events.removed(
+                one
+                for one in reversed(blocks)
+                if one not in self._index and one not in self._coming_hashes
+            )
 
     def _lender(self, block: bytes, tokens: int, seen: set[int]) -> Column | None:
         """A column that ends with the block and is retained, at best, else the latest that has it.

@@ -1,13 +1,15 @@
 """vLLM's block pool, where a block is a page of the budget and only counted."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from vllm_kv_columns.plugin.column_table import ColumnTable
 
 __all__ = ["PagePool"]
@@ -99,6 +101,18 @@ class PagePool(BlockPool):
         self.withheld = super().get_new_blocks(held_back)
         if not done:
             return False
+        told = len(self.kv_event_queue)  # that all blocks are gone, last of all
         while self.table.forget():
             pass
+        del self.kv_event_queue[told:]
         return True
+
+    def emit_cached_block_events(self, request: "Request", *args: Any, **kwargs: Any) -> None:
+        """Tell again of what was found for the request, which asked for that.
+
+        vLLM counts the blocks that stand for what was found, of a column's length.
+        """
+        table = self.table
+        found = table.lenders.find(request.block_hashes, request.num_tokens - 1)
+        assert table.lenders.events is not None
+        table.lenders.events.stored(request, range(found.blocks))

@@ -24,6 +24,10 @@ class PrefixIndex:
         for one in hashes:
             self._columns.setdefault(one, {})[column] = None
 
+    def __contains__(self, block: bytes) -> bool:
+        """Whether some column has the block."""
+        return block in self._columns
+
     def remove(self, column: int, hashes: Iterable[bytes]) -> None:
         """The column has these blocks no longer."""
         for one in hashes:

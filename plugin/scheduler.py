@@ -14,6 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_kv_columns.plugin.block_events import attention_kind
 from vllm_kv_columns.plugin.column_manager import ColumnManager
 from vllm_kv_columns.plugin.commands import attach_commands
 from vllm_kv_columns.plugin.report import report_of, usage_of
@@ -43,6 +44,9 @@ class _ColumnScheduling:
         (self._columns,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(self._columns, ColumnManager)
         self._usage = UsageStats(self._columns.table)
+        self.kv_cache_manager.kv_cache_event_metadata = (
+            attention_kind(self._columns.table.geometry),
+        )
         self._idle = False  # no request is left, and the workers have heard of it
         # A block is as long as a column here, and a prefix is to be found by smaller pieces.
         self.hash_block_size = self._columns.table.block_tokens

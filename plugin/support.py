@@ -153,17 +153,18 @@ def check_config(config: "VllmConfig") -> None:
         "their canvas is not rewound in the columns yet",
         stock,
     )
+    # Before the next one: vLLM makes a connector of it.
     refuse(
-        config.kv_transfer_config is not None or cache.kv_offloading_size is not None,
-        "KV transfer and KV offloading",
-        "connectors address paged blocks",
-        "drop --kv-transfer-config and --kv-offloading-size",
+        cache.kv_offloading_size is not None,
+        f"--kv-offloading-size {cache.kv_offloading_size}",
+        "what offloads copies paged blocks",
+        "drop --kv-offloading-size",
     )
     refuse(
-        config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events,
-        "KV cache events",
-        "they describe paged blocks",
-        "drop --kv-events-config",
+        config.kv_transfer_config is not None,
+        "--kv-transfer-config",
+        "KV connectors address paged blocks",
+        "drop --kv-transfer-config",
     )
     refuse(
         parallel.pipeline_parallel_size > 1,

@@ -86,8 +86,9 @@ def run_engine(
         plugin: bool = True,
         weights: str | None = None,
         env: dict[str, str] | None = None,
+        events: bool = False,
     ) -> Result:
-        job = {"llm": llm, "runs": runs, "fault": fault, "weights": weights}
+        job = {"llm": llm, "runs": runs, "fault": fault, "weights": weights, "events": events}
         text = json.dumps(job, sort_keys=True)
         key = f"{plugin}{env}{text}"
         with locks.setdefault(key, threading.Lock()):

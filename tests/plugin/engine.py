@@ -1,19 +1,20 @@
 """Runs one vLLM engine in a process of its own: `python engine.py FILE`, JSON in, JSON out.
 
-Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "runs":
-[{"prompts": [token ids], "params": sampling parameters, "abort_after": tokens or absent,
-"one_by_one": true or absent}, or {"chats": [[token ids of each turn]], "params": the same}]}. A
-run may have a "pause": seconds to wait before it, or a "sleep": level to sleep at and wake up from;
-what the store holds then is in the result. It may have "limits": {step: bytes}, set before that
-step of all. One process holds scheduler and worker, so
-that a fault can be planted in both and the store be read at every step; with tensor parallelism the
-workers are processes of their own.
+Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "events": true
+if the KV cache events are to be in the result, "runs": [{"prompts": [token ids], "params": sampling
+parameters, "abort_after": tokens or absent, "one_by_one": true or absent}, or {"chats": [[token ids
+of each turn]], "params": the same}]}. A run may have a "pause": seconds to wait before it, or a
+"sleep": level to sleep at and wake up from; what the store holds then is in the result. It may have
+"reset": true, to have the prefix cache emptied before it, and "limits": {step: bytes}, set before
+that step of all. One process holds scheduler and worker, so that a fault can be planted in both and
+the store be read at every step; with tensor parallelism the workers are processes of their own.
 """
 
 import itertools
 import json
 import os
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Iterable
@@ -173,6 +174,55 @@ def watch() -> list[dict[str, float]]:
     return log
 
 
+class Router:
+    """Hears KV cache events as they are published, and asks for what it missed.
+
+    Args:
+        folder: where the sockets are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._live, self._missed = (f"ipc://{folder / name}" for name in ("live", "missed"))
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "enable_kv_cache_events": True,
+            "endpoint": self._live,
+            "replay_endpoint": self._missed,
+        }
+
+    def listen(self) -> None:
+        import zmq
+
+        context: zmq.Context[Any] = zmq.Context.instance()
+        self._subscriber, self._asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self._subscriber.subscribe(b"")
+        self._subscriber.connect(self._live)
+        self._asking.connect(self._missed)
+
+    def heard(self) -> list[dict[str, Any]]:
+        """All events so far, in order. The first may have been published before we heard any."""
+        import msgspec
+        from vllm.distributed.kv_events import KVEventBatch
+
+        live = {}
+        while self._subscriber.poll(1000):
+            _, number, payload = self._subscriber.recv_multipart()
+            live[int.from_bytes(number, "big")] = payload
+        assert live, "nothing was heard"
+        batches = {}
+        self._asking.send_multipart((b"", (0).to_bytes(8, "big")))
+        while self._asking.poll(5000):
+            _, _, number, payload = self._asking.recv_multipart()
+            if not payload:
+                break
+            batches[int.from_bytes(number, "big")] = payload
+        assert batches.items() >= live.items() and list(batches) == list(range(len(batches)))
+        decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        events = [event for payload in batches.values() for event in decode(payload).events]
+        return [{"type": type(event).__name__, **msgspec.to_builtins(event)} for event in events]
+
+
 def outputs(results: list[Any]) -> list[list[dict[str, Any]]]:
     """Tokens and, where asked for, log-probabilities of every completion."""
     return [
@@ -247,7 +297,13 @@ def main(path: Path) -> None:
 
     columns = job["llm"].get("attention_backend") == "SDPA_VARLEN"
     log = watch() if columns else []
+    router = None
+    if job.get("events"):
+        router = Router(Path(tempfile.mkdtemp(prefix="kv-events-")))
+        job["llm"]["kv_events_config"] = router.config()
     llm = LLM(disable_log_stats=False, seed=0, **job["llm"])
+    if router is not None:
+        router.listen()
     if job.get("weights") == "random":
         randomize(llm)
     limits: dict[int, int] = {}
@@ -267,6 +323,8 @@ def main(path: Path) -> None:
             llm.wake_up()
             if run["sleep"] == 2:
                 llm.collective_rpc("reload_weights")
+        if run.get("reset"):
+            assert llm.reset_prefix_cache()
         params = SamplingParams(detokenize=False, **run["params"])
         prompts = [{"prompt_token_ids": ids} for ids in run.get("prompts", ())]
         if "chats" in run:
@@ -298,6 +356,7 @@ def main(path: Path) -> None:
         "prefix_hits": metrics["vllm:prefix_cache_hits"],
         "stats": llm.collective_rpc("kv_columns_stats")[0] if columns else None,
         "log": log,
+        "events": router and router.heard(),
     }
     path.with_suffix(".out.json").write_text(json.dumps(result))
 

@@ -5,7 +5,7 @@ wrongly, overwritten or lost is seen as soon as a request or a retained column s
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.block_pool import BlockPool
 
 from tests.kv_manager.builders import FakeCudaStore
@@ -39,6 +40,7 @@ from vllm_kv_columns.plugin.column_manager import ColumnManager
 from vllm_kv_columns.plugin.column_table import ColumnTable
 from vllm_kv_columns.plugin.columns import Column
 from vllm_kv_columns.plugin.commands import attach_commands
+from vllm_kv_columns.plugin.lenders import Lenders
 from vllm_kv_columns.plugin.page_pool import PagePool
 from vllm_kv_columns.plugin.spec import ColumnSpec
 
@@ -47,13 +49,27 @@ BUDGET, LARGEST_BUDGET, COLUMNS, MOST_RUNNING = 60, 75, 6, 4
 FLAT, RING = "flat", "ring"  # 512 and 1024 bytes a row, of float32: 8 and 4 rows a page
 
 
+@pytest.fixture(scope="module", autouse=True)
+def whole_hashes_in_events() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+        yield
+
+
 def number(tokens: list[int]) -> float:
     return float(zlib.crc32(bytes(tokens)) % (1 << 22))
 
 
 class Request:
+    lora_request = session_id = cache_salt = prompt_embeds = None
+    mm_features = ()
+
     def __init__(self, name: str, tokens: list[int]) -> None:
         self.request_id, self.tokens, self.computed = name, list(tokens), 0
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -61,6 +77,45 @@ class Request:
             bytes(self.tokens[: end + BLOCK])
             for end in range(0, len(self.tokens) - BLOCK + 1, BLOCK)
         ]
+
+
+class Router:
+    """What events make somebody believe who hears nothing else.
+
+    A block's hash is the tokens up to its end here.
+
+    Attributes:
+        stored: hashes.
+        ever: hashes that were.
+    """
+
+    def __init__(self) -> None:
+        self.stored: set[bytes] = set()
+        self.ever: set[bytes] = set()
+        self.cleared = 0
+
+    def hear(self, events: list[Any]) -> None:
+        for event in events:
+            if isinstance(event, BlockStored):
+                before = event.parent_block_hash or b""
+                assert not before or before in self.stored
+                told = [before + bytes(event.token_ids[: i + BLOCK]) for i in self._starts(event)]
+                assert event.block_hashes == told and not self.stored & {*told}, "stored once"
+                self.stored |= {*told}
+                self.ever |= {*told}
+            elif isinstance(event, BlockRemoved):
+                gone = {*event.block_hashes}
+                assert len(gone) == len(event.block_hashes) and gone <= self.stored
+                self.stored -= gone
+            else:
+                assert isinstance(event, AllBlocksCleared)
+                self.stored.clear()
+                self.cleared += 1
+
+    @staticmethod
+    def _starts(event: BlockStored) -> range:
+        assert event.block_size == BLOCK
+        return range(0, len(event.token_ids), BLOCK)
 
 
 class Serving(RuleBasedStateMachine):
@@ -92,7 +147,9 @@ class Serving(RuleBasedStateMachine):
             cut_pages=self.store_type.cut_pages,
             compact=True,
         )
-        self.pool = BlockPool(BUDGET + 1, enable_caching=True, hash_block_size=128)
+        self.pool = BlockPool(
+            BUDGET + 1, enable_caching=True, hash_block_size=128, enable_kv_cache_events=True
+        )
         self.manager = ColumnManager(
             spec,
             block_pool=self.pool,
@@ -112,11 +169,15 @@ class Serving(RuleBasedStateMachine):
         self.names = 0
         self.hits = 0
         self.unheard = 0  # steps until a new limit holds
+        self.router = Router()
 
     def teardown(self) -> None:
         for request in self.running:
             self.manager.free(request.request_id)
+        self.router.hear(self.pool.take_events())
         assert self.pool.reset_prefix_cache()
+        self.router.hear([*self.pool.take_events(), *self.pool.take_events()])
+        assert self.router.cleared == 1 and not self.router.stored
         assert self.table.pages.retained == 0 and self.pool.unused_pages == self._budget()
         plan = self._plan({}, {}, {})
         self.driver.prepare(plan)
@@ -342,6 +403,20 @@ class Serving(RuleBasedStateMachine):
                     self._check_rows(column.number, tokens, len(tokens))
 
     @invariant()
+    def events_tell_what_can_be_found(self) -> None:
+        """By a prompt of the next step; of columns with rings, if it goes on far enough."""
+        self.router.hear(self.pool.take_events())
+        held = {one for column in self._columns() for one in column.hashes}
+        for tokens in self.router.ever | held:
+            hit = self.table.lenders.find(Request("", list(tokens)).block_hashes, len(tokens))
+            blocks = len(tokens) // BLOCK
+            assert (hit.coming >= blocks) == (tokens in self.router.stored)
+            if hit.blocks == blocks:
+                assert hit.coming >= blocks
+            elif len(self.groups) == 1 and tokens in self.router.stored:
+                assert any(tokens in coming for coming in self.table.lenders._coming.values())
+
+    @invariant()
     def columns_are_counted_by_state(self) -> None:
         counts = self.table.count_columns()
         assert counts["running"] == len(self.running)
@@ -482,7 +557,27 @@ def break_page_count(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("fault", [break_shared_pages, break_page_count])
+def leave_out_removals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is told when a column goes."""
+    monkeypatch.setattr(Lenders, "_tell_gone", lambda self, blocks: None)
+
+
+def remove_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is removed when one of its columns goes, though another has it."""
+    monkeypatch.setattr(
+        Lenders, "_tell_gone", lambda self, blocks: self.events and self.events.removed(blocks)
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        break_shared_pages,
+        break_page_count,
+        leave_out_removals,
+        remove_with_the_first,
+    ],
+)
 def test_control_the_machine_notices(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

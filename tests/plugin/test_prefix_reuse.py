@@ -1,7 +1,7 @@
 """Prefix reuse under vLLM: the same tokens as without it, and hits as stock vLLM has them."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def traces() -> dict[str, Job]:
 
 
 TRACES = traces()
+SYSTEM_PROMPT = TRACES["users of a system prompt"]
 RUNS = [{**trace, "params": PARAMS} for trace in TRACES.values()]
 
 
@@ -86,7 +87,7 @@ def test_tokens_are_those_of_stock_without_reuse(
 ) -> None:
     stock = run(run_engine, llm(gemma3_like), plugin=False)
     assert stock["prefix_hits"] == 0
-    result = run(run_engine, llm(gemma3_like, **{**COLUMNS, **changes}))
+    result = run(run_engine, llm(gemma3_like, **{**COLUMNS, **changes}), events=True)
     assert result["prefix_hits"] > 0.5 * result["prefix_queries"]
     assert result["kv_cache_usage"] == 0
     assert all_tokens(result) == all_tokens(stock)
@@ -135,13 +136,89 @@ def test_the_limit_can_be_changed_while_requests_run(
     assert STARTED < max(held[60:]) <= RAISED
 
 
-def test_hits_are_those_of_stock(run_engine: RunEngine, mistral_like: Path) -> None:
-    """Of a model without windows, with blocks of one size."""
-    flat = {"block_size": 32, "hf_overrides": {"sliding_window": None}}
-    stock, ours = (
-        run(run_engine, llm(mistral_like, **{**COLUMNS, **flat, **more}), plugin=plugin)
-        for more, plugin in (({"attention_backend": None}, False), ({}, True))
+@pytest.fixture
+def without_windows(run_engine: RunEngine, mistral_like: Path) -> tuple[Result, Result]:
+    """Columns and stock vLLM, blocks of one size, events on, and at last an emptied cache."""
+    job = {**COLUMNS, "block_size": 32, "hf_overrides": {"sliding_window": None}}
+    runs = [*RUNS, {"prompts": SYSTEM_PROMPT["prompts"][:2], "params": PARAMS, "reset": True}]
+    ours, stock = (
+        run_engine(
+            llm(mistral_like, **{**job, **more}), runs, weights="random", events=True, plugin=plugin
+        )
+        for more, plugin in (({}, True), ({"attention_backend": None}, False))
     )
+    return ours, stock
+
+
+def test_hits_are_those_of_stock(without_windows: tuple[Result, Result]) -> None:
+    ours, stock = without_windows
     assert all_tokens(ours) == all_tokens(stock)
     assert ours["prefix_queries"] == stock["prefix_queries"]
     assert ours["prefix_hits"] == stock["prefix_hits"]
+
+
+Block = tuple[int | None, tuple[int, ...], dict[str, Any]]
+
+
+def stored_blocks(event: dict[str, Any]) -> Iterator[tuple[int, Block]]:
+    """Hash of each block -> the one before it, its tokens, and what else the event says of it."""
+    hashes, size = event["block_hashes"], event["block_size"]
+    before = [event["parent_block_hash"], *hashes[:-1]]
+    keys = event["extra_keys"]
+    apart = ("block_hashes", "parent_block_hash", "token_ids", "extra_keys")
+    rest = {name: value for name, value in event.items() if name not in apart}
+    for i, (one, parent) in enumerate(zip(hashes, before, strict=True)):
+        tokens = tuple(event["token_ids"][i * size : (i + 1) * size])
+        yield one, (parent, tokens, {**rest, "extra_keys": keys[i]})
+
+
+def check_events(events: list[dict[str, Any]]) -> tuple[int, int]:
+    """Each block is stored once after those before it, and removed once. How many of both."""
+    stored: set[int] = set()
+    count = removed = 0
+    for event in events:
+        if event["type"] == "BlockStored":
+            for one, (parent, tokens, _) in stored_blocks(event):
+                assert one not in stored and (parent is None or parent in stored)
+                assert len(tokens) == event["block_size"]
+                stored.add(one)
+                count += 1
+        elif event["type"] == "BlockRemoved":
+            for one in event["block_hashes"]:
+                stored.remove(one)
+                removed += 1
+        else:
+            stored.clear()
+    return count, removed
+
+
+def test_events_are_those_of_stock(without_windows: tuple[Result, Result]) -> None:
+    """The same blocks, described alike, before the cache is emptied and after."""
+    for result in without_windows:
+        assert sum(event["type"] == "AllBlocksCleared" for event in result["events"]) == 1
+    ours, stock = (
+        [
+            dict(block for event in part if "token_ids" in event for block in stored_blocks(event))
+            for part in parts(result["events"])
+        ]
+        for result in without_windows
+    )
+    assert ours == stock
+    check_events(without_windows[0]["events"])
+    assert len(ours[0]) > 50 and ours[1]
+
+
+def parts(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Before and after all blocks were cleared."""
+    (at,) = (i for i, event in enumerate(events) if event["type"] == "AllBlocksCleared")
+    return events[:at], events[at + 1 :]
+
+
+def test_events_of_columns_that_give_way(run_engine: RunEngine, gemma3_like: Path) -> None:
+    """With layers that have a window, too, all of them are of one group."""
+    changes = CHANGES["few columns, little memory and small chunks"]
+    result = run(run_engine, llm(gemma3_like, **{**COLUMNS, **changes}), events=True)
+    stored, removed = check_events(result["events"])
+    assert stored > removed > 0
+    kinds = {event.get("kv_cache_spec_kind") for event in result["events"]}
+    assert kinds == {"full_attention", None}  # None: of those that are removed

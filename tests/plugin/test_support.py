@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
@@ -61,8 +61,22 @@ def test_without_the_switch_the_configuration_is_stock(mistral_like: Path) -> No
         ),
         (
             {"kv_offloading_size": 1.0},
-            "SDPA_VARLEN does not support KV transfer and KV offloading: connectors address "
-            "paged blocks; drop --kv-transfer-config and --kv-offloading-size.",
+            "SDPA_VARLEN does not support --kv-offloading-size 1.0: what offloads copies paged "
+            "blocks; drop --kv-offloading-size.",
+        ),
+        (
+            {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+            "SDPA_VARLEN does not support --kv-offloading-size 1.0: what offloads copies paged "
+            "blocks; drop --kv-offloading-size.",
+        ),
+        (
+            {
+                "kv_transfer_config": KVTransferConfig(
+                    kv_connector="OffloadingConnector", kv_role="kv_both"
+                )
+            },
+            "SDPA_VARLEN does not support --kv-transfer-config: KV connectors address paged "
+            "blocks; drop --kv-transfer-config.",
         ),
         (
             {"pipeline_parallel_size": 2},
@@ -104,6 +118,8 @@ def test_without_the_switch_the_configuration_is_stock(mistral_like: Path) -> No
         "fp8",
         "speculation",
         "offloading",
+        "offloading to LMCache",
+        "connector",
         "pipeline",
         "worker",
         "option",
@@ -116,6 +132,10 @@ def test_without_the_switch_the_configuration_is_stock(mistral_like: Path) -> No
 def test_refusals(mistral_like: Path, arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         configure(mistral_like, **arguments)
+
+
+def test_cache_events_are_no_reason_to_refuse(mistral_like: Path) -> None:
+    configure(mistral_like, kv_events_config=KVEventsConfig(enable_kv_cache_events=True))
 
 
 @pytest.mark.parametrize(
