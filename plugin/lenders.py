@@ -79,6 +79,10 @@ class Lenders:
             self._coming.setdefault(column, []).extend(new)
             self._coming_hashes.update(new)
 
+    def will_not_hold(self, column: Column) -> None:
+        """The step that is being planned goes without the column's request after all."""
+        self._coming_hashes.difference_update(self._coming.pop(column, ()))
+
     def next_step(self) -> None:
         """The step that was planned is on its way, and what it writes can be lent."""
         for column, hashes in self._coming.items():
