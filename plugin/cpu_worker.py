@@ -35,6 +35,18 @@ class ColumnCPUModelRunner(ColumnRunnerMixin, CPUModelRunner):
         )
         return views
 
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> Any:
+        """A refused request computed nothing; the host would hand that out and forget the wish."""
+        assert self.driver is not None
+        served = {
+            request: tokens
+            for request, tokens in num_scheduled_tokens.items()
+            if request not in self.driver.refused
+        }
+        return super()._get_prompt_logprobs_dict(hidden_states, served)
+
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Any:
         later = super()._update_states(scheduler_output)
         for request in self.refused_in(scheduler_output):

@@ -81,10 +81,7 @@ class Lenders:
 
     def forget_all(self, column: Column) -> None:
         """What the column, which is not retained, holds and comes to hold is gone."""
-        coming = self._coming.pop(column, None)
-        if coming:
-            self._coming_hashes -= Counter(coming)
-            self._tell_gone(coming)
+        self.will_not_hold(column)
         self.forget(column, 0)
 
     def will_hold(self, column: Column, request: "Request", tokens: int) -> None:
@@ -99,6 +96,13 @@ class Lenders:
             new = hashes[known:blocks]
             self._coming.setdefault(column, []).extend(new)
             self._coming_hashes.update(new)
+
+    def will_not_hold(self, column: Column) -> None:
+        """The step that is being planned goes without the column's request after all."""
+        coming = self._coming.pop(column, None)
+        if coming:
+            self._coming_hashes -= Counter(coming)
+            self._tell_gone(coming)
 
     def next_step(self) -> None:
         """The step that was planned is on its way, and what it writes can be lent."""

@@ -48,6 +48,7 @@ class _ColumnScheduling:
             attention_kind(self._columns.table.geometry),
         )
         self._idle = False  # no request is left, and the workers have heard of it
+        self._planning = False
         # A block is as long as a column here, and a prefix is to be found by smaller pieces.
         self.hash_block_size = self._columns.table.block_tokens
         self._hasher = get_request_block_hasher(
@@ -63,7 +64,11 @@ class _ColumnScheduling:
         super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
-        plan: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._planning = True
+        try:
+            plan: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._planning = False
         attach_commands(plan, self._columns.table.take_commands())
         return plan
 
@@ -91,6 +96,13 @@ class _ColumnScheduling:
             stats.kv_connector_stats = self._usage.take(self._idle)
         return stats
 
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """By priority, vLLM may preempt a request whose tokens the step was to write already."""
+        column = self._columns.table.of(request.request_id)
+        if self._planning and column is not None:
+            self._columns.table.lenders.will_not_hold(column)
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
     def _take_back(self, refused: set[str]) -> None:
         """Preempt the refused requests."""
         for request_id in refused:
@@ -106,9 +118,7 @@ class _ColumnScheduling:
         """Preempt a running request; what this step and one in flight computed is dropped."""
         self.running.remove(request)
         self.prev_step_scheduled_req_ids.discard(request.request_id)
-        self._preempt_request(  # type: ignore[attr-defined]
-            request, time.monotonic(), drop_stale_output=True
-        )
+        self._preempt_request(request, time.monotonic(), drop_stale_output=True)
 
     def _preempt_last(self) -> bool:
         """Preempt the running request that came last; False if there is none."""

@@ -15,7 +15,7 @@ import torch
 from tests.plugin import tiny_models
 from tests.plugin.forks import Forks
 
-ENGINE = Path(__file__).with_name("engine.py")
+ENGINE = ["-m", "tests.plugin.engine"]
 Job = dict[str, Any]
 Result = dict[str, Any]
 
@@ -97,7 +97,7 @@ def run_engine(
                 path.write_text(text)
                 variables = {**({} if plugin else {"VLLM_PLUGINS": "none"}), **(env or {})}
                 if torch.cuda.is_available():
-                    done[key] = run_process([str(ENGINE)], path, variables)
+                    done[key] = run_process(ENGINE, path, variables)
                 else:
                     forks: Forks = request.getfixturevalue("forks")
                     done[key] = result_of(path, forks.run(path, variables))

@@ -1,4 +1,6 @@
-"""Runs one vLLM engine in a process of its own: `python engine.py FILE`, JSON in, JSON out.
+"""Runs one vLLM engine in a process of its own, JSON in, JSON out.
+
+`python -m tests.plugin.engine FILE`.
 
 Job: {"llm": LLM arguments, "fault": name or absent, "weights": "random" or absent, "events": true
 if the KV cache events are to be in the result, "runs": [{"prompts": [token ids], "params": sampling
@@ -6,8 +8,9 @@ parameters, "abort_after": tokens or absent, "one_by_one": true or absent}, or {
 of each turn]], "params": the same}]}. A run may have a "pause": seconds to wait before it, or a
 "sleep": level to sleep at and wake up from; what the store holds then is in the result. It may have
 "reset": true, to have the prefix cache emptied before it, and "limits": {step: bytes}, set before
-that step of all. One process holds scheduler and worker, so that a fault can be planted in both and
-the store be read at every step; with tensor parallelism the workers are processes of their own.
+that step of all. What else a run may be says `arrivals.serve_special`. One process holds scheduler
+and worker, so that a fault can be planted in both and the store be read at every step; with tensor
+parallelism the workers are processes of their own.
 """
 
 import itertools
@@ -20,6 +23,8 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from tests.plugin import arrivals
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -58,6 +63,8 @@ def plant(fault: str) -> None:
         HostTables.make = swapped  # type: ignore[method-assign]
     elif fault == "memory taken away for a while":
         take_memory_away()
+    elif fault == "no memory where a prompt ends":
+        take_memory_where_prompts_end()
     else:
         raise ValueError(fault)
 
@@ -108,6 +115,27 @@ def take_memory_away(first: int = 10, last: int = 90) -> None:
 
     def count(self: Any, plan: Any) -> None:
         shortage.hold(first <= next(steps) < last)
+        prepare(self, plan)
+
+    ColumnDriver.prepare = count  # type: ignore[method-assign]
+
+
+def take_memory_where_prompts_end(times: int = 4) -> None:
+    """In steps that compute the last token of a prompt the store gets no new page."""
+    from vllm_kv_columns.plugin.column_driver import ColumnDriver
+
+    shortage, prepare, ends = Shortage(), ColumnDriver.prepare, itertools.count()
+    prompt: dict[str, int] = {}
+
+    def count(self: Any, plan: Any) -> None:
+        cached = plan.scheduled_cached_reqs
+        start = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for new in plan.scheduled_new_reqs:
+            prompt[new.req_id] = len(new.prompt_token_ids)
+            start[new.req_id] = new.num_computed_tokens
+        scheduled = plan.num_scheduled_tokens.items()
+        ending = any(start[one] < prompt[one] <= start[one] + tokens for one, tokens in scheduled)
+        shortage.hold(ending and next(ends) < times)
         prepare(self, plan)
 
     ColumnDriver.prepare = count  # type: ignore[method-assign]
@@ -325,6 +353,10 @@ def main(path: Path) -> None:
                 llm.collective_rpc("reload_weights")
         if run.get("reset"):
             assert llm.reset_prefix_cache()
+        special = arrivals.serve_special(llm, run)
+        if special is not None:
+            runs.append(special)
+            continue
         params = SamplingParams(detokenize=False, **run["params"])
         prompts = [{"prompt_token_ids": ids} for ids in run.get("prompts", ())]
         if "chats" in run:
@@ -349,6 +381,7 @@ def main(path: Path) -> None:
         "runs": runs,
         "held_after_pauses": held_after_pauses,
         # With several workers the layers are in their processes.
+        "max_model_len": llm.llm_engine.vllm_config.model_config.max_model_len,
         "impl": type(next(iter(layers.values())).impl).__name__ if layers else None,
         "preemptions": metrics["vllm:num_preemptions"],
         "kv_cache_usage": metrics["vllm:kv_cache_usage_perc"],

@@ -22,7 +22,7 @@ from vllm_kv_columns.plugin.report import MemoryReport, attach_report
 from vllm_kv_columns.plugin.scheduler import AsyncColumnScheduler
 
 LAYER = "model.layers.0.self_attn.attn"
-PAGES = 16
+PAGES, PAGE_ROWS, ROW_BYTES = 16, 16, 256
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,9 @@ def config(mistral_like: Path) -> Any:
         max_num_seqs=4,
         async_scheduling=True,
         enable_prefix_caching=True,
+        scheduling_policy="priority",
+        long_prefill_token_threshold=48,
+        additional_config={"kv_columns": {"page_size": PAGE_ROWS * ROW_BYTES}},
     ).create_engine_config()
 
 
@@ -53,10 +56,11 @@ def scheduler(config: Any) -> AsyncColumnScheduler:
         )
 
 
-def request(name: str) -> Request:
+def request(name: str, tokens: int = 20, priority: int = 0) -> Request:
     params = SamplingParams(max_tokens=8, temperature=0)
     params.update_from_generation_config({}, eos_token_id=2)
-    return Request(name, list(range(ord(name), ord(name) + 20)), params, pooling_params=None)
+    prompt = list(range(ord(name), ord(name) + tokens))
+    return Request(name, prompt, params, pooling_params=None, priority=priority)
 
 
 def output(plan: SchedulerOutput, *refused: str, lost: tuple[int, ...] = ()) -> ModelRunnerOutput:
@@ -120,3 +124,28 @@ def test_a_refused_request_drops_the_step_and_the_one_in_flight(
     third = scheduler.schedule()
     scheduler.update_from_output(third, output(third))
     assert third.num_scheduled_tokens == {"b": 20} and list(b.output_token_ids) == [7]
+
+
+def test_what_a_request_preempted_by_priority_was_to_write_is_not_lent(
+    scheduler: AsyncColumnScheduler,
+) -> None:
+    """`a` is in the plan when `b`, which goes before it, finds no pages; both give way."""
+    a, b, pool = request("a", 14, 5), request("b", 200, 3), scheduler.kv_cache_manager.block_pool
+    held = []
+    scheduler.add_request(a)
+    for free, scheduled in ((15, {"a": 14}), (15, {"a": 1, "b": 48}), (1, {})):
+        if scheduled == {"a": 1, "b": 48}:
+            scheduler.add_request(b)
+        if free == 1:
+            held = pool.get_new_blocks(pool.get_num_free_blocks() - free)
+        plan = scheduler.schedule()
+        assert plan.num_scheduled_tokens == scheduled
+        made = output(plan)
+        made.sampled_token_ids = [[7] if name == "a" else [] for name in made.req_ids]
+        scheduler.update_from_output(plan, made)
+    assert {a.status, b.status} == {RequestStatus.PREEMPTED}
+    pool.free_blocks(held)
+    c = request("c", 20)
+    c._all_token_ids[:16] = c.prompt_token_ids[:16] = a.all_token_ids
+    scheduler.add_request(c)
+    assert scheduler.schedule().num_scheduled_tokens["c"] == 20

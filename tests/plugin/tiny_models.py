@@ -120,3 +120,38 @@ def prompts(lengths: list[int], seed: int = 3) -> list[list[int]]:
     """Random token ids, one list for each length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def byte_tokenizer(folder: Path) -> Path:
+    """A token for each byte, for what needs text; a model knows more tokens than that."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<eos>", "<bos>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = {token: i for i, token in enumerate(special + alphabet)}
+    made = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    """A LoRA of `mistral_like` for what makes its queries and values, strong enough to be seen."""
+    import json
+
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(4):
+        for name, width in {"q_proj": 96, "v_proj": 32}.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(8, 96, generator=generator)
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(width, 8, generator=generator)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
