@@ -116,19 +116,23 @@ class ColumnDriver:
         self._told = usage
         return usage
 
-    def set_limit(self, nbytes: int) -> None:
+    def set_limit(self, nbytes: int, longest: int) -> None:
         """Bound the memory of the columns anew, while requests run; the scheduler hears of it.
 
+        Args:
+            nbytes: of all columns, the scratch column included.
+            longest: tokens of the longest sequence that is served.
+
         Raises:
-            ConfigError: less than one sequence of the model's length may need.
+            ConfigError: less than one such sequence may need.
         """
         geometry = self.store.geometry
         pages = nbytes // geometry.page_size
-        least = geometry.scratch_pages + geometry.pages_for(geometry.capacity)
+        least = geometry.scratch_pages + geometry.pages_for(longest)
         if pages < least:
             raise ConfigError(
                 f"a limit of {nbytes} bytes is {pages} pages of {geometry.page_size}; one sequence "
-                f"of {geometry.capacity} tokens may need {least}: set at least "
+                f"of {longest} tokens may need {least}: set at least "
                 f"{least * geometry.page_size} bytes"
             )
         with self._lock:

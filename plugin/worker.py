@@ -9,6 +9,7 @@ from vllm_kv_columns.plugin.report import attach_report, attach_usage
 from vllm_kv_columns.plugin.runner import SETTLE_SECONDS
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
     from vllm_kv_columns.plugin.runner import ColumnRunnerMixin
@@ -20,6 +21,7 @@ class ColumnWorkerMixin:
     """Goes in front of a vLLM worker class."""
 
     model_runner: "ColumnRunnerMixin"
+    model_config: "ModelConfig"
 
     def determine_available_memory(self) -> int:
         """The host's budget less the scratch column, which is committed from start to end."""
@@ -58,7 +60,8 @@ class ColumnWorkerMixin:
             ConfigError: less than one sequence of the model's length may need.
         """
         assert self.model_runner.driver is not None
-        self.model_runner.driver.set_limit(nbytes)
+        # Not the length of a column: vLLM may have fitted the model's to the memory since.
+        self.model_runner.driver.set_limit(nbytes, self.model_config.max_model_len)
 
     def kv_columns_settle(self) -> None:
         """For `collective_rpc`: wait until what the store does in the background is done."""

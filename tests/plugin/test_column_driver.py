@@ -10,6 +10,7 @@ import pytest
 from vllm_kv_columns.kv_manager import (
     CacheConfig,
     CacheGeometry,
+    ConfigError,
     FlatPolicy,
     HostStore,
     LayerGroup,
@@ -193,6 +194,17 @@ def test_retained_columns_are_emptied_when_nothing_runs(store: HostStore) -> Non
     assert (driver.report.refused, driver.report.lost) == (("c",), (1, 2, 3))
     driver.prepare(plan({"d": 1}, running={"d": 8}))
     assert driver.report is None
+
+
+def test_a_limit_must_hold_one_sequence_of_the_served_length(store: HostStore) -> None:
+    driver = ColumnDriver(store)
+    with pytest.raises(ConfigError, match=f"of 64 tokens may need 9: set at least {9 * PAGE} b"):
+        driver.set_limit(8 * PAGE, longest=64)
+    assert store.page_limit == (1 << 20) // PAGE
+    driver.set_limit(6 * PAGE, longest=40)  # what vLLM fitted to the memory
+    assert store.page_limit == 6
+    driver.prepare(plan({}))
+    assert driver.report == MemoryReport((), 5)
 
 
 def test_giving_back_leaves_the_scratch_column_alone(store: HostStore) -> None:

@@ -266,7 +266,7 @@ class Serving(RuleBasedStateMachine):
         """The next step still has what was promised; its report tells, the one behind obeys."""
         least = self.geometry.pages_for(CAPACITY)
         pages = max(pages, least) + self.geometry.scratch_pages
-        self.driver.set_limit(pages * PAGE)
+        self.driver.set_limit(pages * PAGE, CAPACITY)
         self.unheard = 2
 
     @precondition(lambda self: not self.running)
