@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["serve_special"]
+__all__ = ["accounts", "serve_special"]
 
 
 def serve_special(llm: Any, run: dict[str, Any]) -> Any:
@@ -114,11 +114,21 @@ def storm(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
         assert engine.reset_prefix_cache()
         serve(llm, [{"prompt": [3], "params": {"max_tokens": 1}}])
         engine.step()
+    committed = llm.collective_rpc("kv_columns_stats")[0]["committed_pages"]
+    return {"aborted": aborted, "committed_pages": committed, **accounts(scheduler)}
+
+
+def accounts(scheduler: Any) -> dict[str, int]:
+    """Pages and columns, as the scheduler counts them."""
     pool, table = scheduler.kv_cache_manager.block_pool, scheduler._columns.table
     return {
-        "aborted": aborted,
-        "pages": [pool.get_num_free_blocks(), pool.unused_pages, pool.num_gpu_blocks - 1],
-        "columns": [len(table._free), table.geometry.max_seqs],
+        "free": pool.get_num_free_blocks(),
+        "unused": pool.unused_pages,
+        "budget": pool.num_gpu_blocks - 1,
+        "withheld": len(pool.withheld),
+        "free_columns": len(table._free),
+        "columns": table.geometry.max_seqs,
+        "users": len(table.pages),
         "scratch_pages": table.geometry.scratch_pages,
-        "committed_pages": llm.collective_rpc("kv_columns_stats")[0]["committed_pages"],
+        "page_size": table.geometry.page_size,
     }

@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tests.plugin import arrivals
+from tests.plugin.router import Router
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -107,38 +108,42 @@ class Shortage:
         self._taken = much
 
 
-def take_memory_away(first: int = 10, last: int = 90) -> None:
-    """From one step to another the store gets no new page."""
+def take_memory(when: Callable[[Any], bool]) -> None:
+    """In steps with such a plan the store gets no new page."""
     from vllm_kv_columns.plugin.column_driver import ColumnDriver
 
-    shortage, prepare, steps = Shortage(), ColumnDriver.prepare, itertools.count()
+    shortage, prepare = Shortage(), ColumnDriver.prepare
 
-    def count(self: Any, plan: Any) -> None:
-        shortage.hold(first <= next(steps) < last)
+    def held(self: Any, plan: Any) -> None:
+        shortage.hold(when(plan))
         prepare(self, plan)
 
-    ColumnDriver.prepare = count  # type: ignore[method-assign]
+    ColumnDriver.prepare = held  # type: ignore[method-assign]
+
+
+def take_memory_away(first: int = 10, last: int = 90) -> None:
+    """From one step to another the store gets no new page."""
+    steps = itertools.count()
+    take_memory(lambda plan: first <= next(steps) < last)
 
 
 def take_memory_where_prompts_end(times: int = 4) -> None:
     """In steps that compute the last token of a prompt the store gets no new page."""
-    from vllm_kv_columns.plugin.column_driver import ColumnDriver
+    ends, prompt = itertools.count(), dict[str, int]()
 
-    shortage, prepare, ends = Shortage(), ColumnDriver.prepare, itertools.count()
-    prompt: dict[str, int] = {}
-
-    def count(self: Any, plan: Any) -> None:
+    def ending(plan: Any) -> bool:
         cached = plan.scheduled_cached_reqs
         start = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in plan.scheduled_new_reqs:
             prompt[new.req_id] = len(new.prompt_token_ids)
             start[new.req_id] = new.num_computed_tokens
         scheduled = plan.num_scheduled_tokens.items()
-        ending = any(start[one] < prompt[one] <= start[one] + tokens for one, tokens in scheduled)
-        shortage.hold(ending and next(ends) < times)
-        prepare(self, plan)
+        ends_here = any(
+            start[one] < prompt[one] <= start[one] + tokens for one, tokens in scheduled
+        )
+        return ends_here and next(ends) < times
 
-    ColumnDriver.prepare = count  # type: ignore[method-assign]
+    take_memory(ending)
 
 
 def randomize(llm: Any) -> None:
@@ -200,55 +205,6 @@ def watch() -> list[dict[str, float]]:
 
     ColumnDriver.prepare = prepare  # type: ignore[method-assign]
     return log
-
-
-class Router:
-    """Hears KV cache events as they are published, and asks for what it missed.
-
-    Args:
-        folder: where the sockets are.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._live, self._missed = (f"ipc://{folder / name}" for name in ("live", "missed"))
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "enable_kv_cache_events": True,
-            "endpoint": self._live,
-            "replay_endpoint": self._missed,
-        }
-
-    def listen(self) -> None:
-        import zmq
-
-        context: zmq.Context[Any] = zmq.Context.instance()
-        self._subscriber, self._asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-        self._subscriber.subscribe(b"")
-        self._subscriber.connect(self._live)
-        self._asking.connect(self._missed)
-
-    def heard(self) -> list[dict[str, Any]]:
-        """All events so far, in order. The first may have been published before we heard any."""
-        import msgspec
-        from vllm.distributed.kv_events import KVEventBatch
-
-        live = {}
-        while self._subscriber.poll(1000):
-            _, number, payload = self._subscriber.recv_multipart()
-            live[int.from_bytes(number, "big")] = payload
-        assert live, "nothing was heard"
-        batches = {}
-        self._asking.send_multipart((b"", (0).to_bytes(8, "big")))
-        while self._asking.poll(5000):
-            _, _, number, payload = self._asking.recv_multipart()
-            if not payload:
-                break
-            batches[int.from_bytes(number, "big")] = payload
-        assert batches.items() >= live.items() and list(batches) == list(range(len(batches)))
-        decode = msgspec.msgpack.Decoder(KVEventBatch).decode
-        events = [event for payload in batches.values() for event in decode(payload).events]
-        return [{"type": type(event).__name__, **msgspec.to_builtins(event)} for event in events]
 
 
 def outputs(results: list[Any]) -> list[list[dict[str, Any]]]:
@@ -380,8 +336,8 @@ def main(path: Path) -> None:
     result = {
         "runs": runs,
         "held_after_pauses": held_after_pauses,
-        # With several workers the layers are in their processes.
         "max_model_len": llm.llm_engine.vllm_config.model_config.max_model_len,
+        # With several workers the layers are in their processes.
         "impl": type(next(iter(layers.values())).impl).__name__ if layers else None,
         "preemptions": metrics["vllm:num_preemptions"],
         "kv_cache_usage": metrics["vllm:kv_cache_usage_perc"],

@@ -60,7 +60,7 @@ def main() -> None:
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no answer
-    from vllm import LLM  # noqa: F401
+    from vllm import LLM  # noqa: F401 forks find it imported
 
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads; a fork has one and may wait for the others"

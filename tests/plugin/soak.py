@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.plugin.arrivals import accounts
 from tests.plugin.engine import Shortage, randomize  # sets the environment for vLLM, too
 
 ASKED_AGAIN = 16  # answers at most
@@ -89,7 +90,6 @@ class Traffic:
         self._least = geometry.scratch_pages + geometry.pages_for(geometry.capacity)
         self._most = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
         self._most += geometry.scratch_pages
-        self.scratch_pages = geometry.scratch_pages
 
     def set_limit(self, nbytes: int) -> None:
         self._llm.collective_rpc("kv_columns_limit", args=(nbytes,))
@@ -162,7 +162,7 @@ class Traffic:
             self._prompts.clear()
             self._samples.clear()
 
-    def pages(self) -> dict[str, Any]:
+    def pages(self) -> dict[str, int]:
         """Once nothing is held: of the scheduler and of the worker."""
         assert self.engine.reset_prefix_cache()
         self._ask([self._job["vocabulary"] - 1], 1, 1)  # takes the releases along
@@ -171,18 +171,7 @@ class Traffic:
         self._ask([self._job["vocabulary"] - 2], 1, 1)
         self.drain()
         assert self.engine.reset_prefix_cache()
-        pool, table = self.scheduler.kv_cache_manager.block_pool, self.scheduler._columns.table
-        return {
-            "free": pool.get_num_free_blocks(),
-            "unused": pool.unused_pages,
-            "budget": pool.num_gpu_blocks - 1,
-            "withheld": len(pool.withheld),
-            "free_columns": len(table._free),
-            "columns": table.geometry.max_seqs,
-            "users": len(table.pages),
-            "scratch_pages": self.scratch_pages,
-            "page_size": self._page,
-        }
+        return accounts(self.scheduler)
 
     def _draw(self, count: int) -> list[int]:
         return [self.random.randrange(self._job["vocabulary"] - 10) for _ in range(count)]

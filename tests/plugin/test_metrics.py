@@ -7,72 +7,51 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from prometheus_client import REGISTRY, generate_latest
-from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.plugin.configured import configure, made_scheduler
 from vllm_kv_columns.kv_manager.stores.usage import StoreUsage
-from vllm_kv_columns.plugin import metrics, patches, spec
+from vllm_kv_columns.plugin import metrics
 from vllm_kv_columns.plugin.options import SECTION
 from vllm_kv_columns.plugin.report import UsageReport, attach_usage
 from vllm_kv_columns.plugin.scheduler import ColumnScheduler
 from vllm_kv_columns.plugin.usage_stats import Payload
 
-LAYER = "model.layers.0.self_attn.attn"
 PAGE = 256 * 1024
 COLUMNS = 8
 """Two for running sequences, and three retained ones for each."""
-BACKEND = {"attention_backend": "SDPA_VARLEN"}
 
 
-def configure(model: Path, **arguments: Any) -> Any:
-    patches.install()
-    return EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
+def tiny(model: Path, **arguments: Any) -> Any:
+    return configure(
+        model,
         served_model_name="tiny",
         max_model_len=256,
         max_num_seqs=2,
         enable_prefix_caching=True,
         additional_config={"kv_columns": {"retain_seconds": 1}},
         **arguments,
-    ).create_engine_config()
+    )
 
 
 @pytest.fixture(scope="module")
 def config(mistral_like: Path) -> Any:
-    return configure(mistral_like, **BACKEND)
+    return tiny(mistral_like)
 
 
 @pytest.fixture
 def scheduler(config: Any) -> ColumnScheduler:
-    stock = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-    with set_current_vllm_config(config):
-        (column_spec,) = spec.column_specs({LAYER: stock}, config).values()
-        cache = KVCacheConfig(16, [], [KVCacheGroupSpec([LAYER], column_spec)])
-        config.cache_config.num_gpu_blocks = 16
-        init_none_hash(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo))
-        return ColumnScheduler(
-            config,
-            cache,
-            StructuredOutputManager(config),
-            column_spec.block_size,
-            log_stats=True,
-        )
+    made: ColumnScheduler = made_scheduler(ColumnScheduler, config, 16, log_stats=True)
+    return made
 
 
 def request(name: str, max_tokens: int = 1) -> Request:
@@ -252,7 +231,7 @@ def test_the_log_says_nothing_of_kv_transfer(config: Any, caplog: pytest.LogCapt
 def test_another_backend_shows_none(
     mistral_like: Path, prometheus: Callable[[Any], PrometheusStatLogger]
 ) -> None:
-    logger = prometheus(configure(mistral_like))
+    logger = prometheus(tiny(mistral_like, attention_backend=None))
     logger.record(SchedulerStats(), None)
     text = generate_latest().decode()
     assert "vllm:kv_cache_usage_perc" in text

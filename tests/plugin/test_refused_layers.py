@@ -6,25 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec
 
+from tests.plugin.configured import LAYER, configure
 from vllm_kv_columns.plugin import patches
 from vllm_kv_columns.plugin.spec import column_specs
 from vllm_kv_columns.plugin.support import Unsupported
 
-LAYER = "model.layers.0.self_attn.attn"
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-
-
-def configure(model: Path, **arguments: Any) -> VllmConfig:
-    patches.install()
-    return EngineArgs(
-        model=str(model), attention_backend="SDPA_VARLEN", skip_tokenizer_init=True, **arguments
-    ).create_engine_config()
 
 
 @pytest.mark.parametrize(

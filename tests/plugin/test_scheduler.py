@@ -5,33 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_kv_columns.plugin import patches, spec
+from tests.plugin.configured import configure, made_scheduler
 from vllm_kv_columns.plugin.report import MemoryReport, attach_report
 from vllm_kv_columns.plugin.scheduler import AsyncColumnScheduler
 
-LAYER = "model.layers.0.self_attn.attn"
 PAGES, PAGE_ROWS, ROW_BYTES = 16, 16, 256
 
 
 @pytest.fixture(scope="module")
 def config(mistral_like: Path) -> Any:
-    patches.install()
-    return EngineArgs(
-        model=str(mistral_like),
-        attention_backend="SDPA_VARLEN",
-        skip_tokenizer_init=True,
+    return configure(
+        mistral_like,
         max_model_len=256,
         max_num_seqs=4,
         async_scheduling=True,
@@ -39,21 +28,13 @@ def config(mistral_like: Path) -> Any:
         scheduling_policy="priority",
         long_prefill_token_threshold=48,
         additional_config={"kv_columns": {"page_size": PAGE_ROWS * ROW_BYTES}},
-    ).create_engine_config()
+    )
 
 
 @pytest.fixture
 def scheduler(config: Any) -> AsyncColumnScheduler:
-    stock = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-    with set_current_vllm_config(config):
-        spec.register()
-        (column_spec,) = spec.column_specs({LAYER: stock}, config).values()
-        cache = KVCacheConfig(PAGES, [], [KVCacheGroupSpec([LAYER], column_spec)])
-        config.cache_config.num_gpu_blocks = PAGES
-        init_none_hash(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo))
-        return AsyncColumnScheduler(
-            config, cache, StructuredOutputManager(config), column_spec.block_size
-        )
+    made: AsyncColumnScheduler = made_scheduler(AsyncColumnScheduler, config, PAGES)
+    return made
 
 
 def request(name: str, tokens: int = 20, priority: int = 0) -> Request:

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from tests.plugin.configured import configure
 from vllm_kv_columns.attention_backend.cpu import CpuKernel
 from vllm_kv_columns.attention_backend.vllm.impl import ColumnAttentionImpl
 from vllm_kv_columns.plugin import patches, support
@@ -18,12 +19,6 @@ from vllm_kv_columns.plugin.support import Unsupported
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
     patches.install()
-
-
-def configure(model: Path, **arguments: Any) -> VllmConfig:
-    return EngineArgs(
-        model=str(model), attention_backend="SDPA_VARLEN", skip_tokenizer_init=True, **arguments
-    ).create_engine_config()
 
 
 def test_the_switch_selects_worker_and_scheduler(
