@@ -30,7 +30,7 @@ __all__ = ["AsyncColumnScheduler", "ColumnScheduler"]
 
 
 class _ColumnScheduling:
-    """Goes in front of a vLLM scheduler class."""
+    """Goes in front of a vLLM scheduler class, which is what super() finds; mypy cannot know."""
 
     kv_cache_manager: Any
     hash_block_size: int
@@ -83,7 +83,6 @@ class _ColumnScheduling:
             self.kv_cache_manager.block_pool.bound(report.obtainable_pages, self._preempt_last)
         self._usage.usage = usage_of(model_runner_output) or self._usage.usage
         self._idle = not self.requests and not scheduler_output.total_num_scheduled_tokens
-        # The next class in line is vLLM's scheduler, which mypy cannot know here.
         return super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )

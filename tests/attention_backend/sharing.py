@@ -9,8 +9,8 @@ import time
 
 import torch
 
+from tests.attention_backend.triton_helpers import packed, tables_of_segments
 from vllm_kv_columns.attention_backend.triton import TritonKernel
-from vllm_kv_columns.kv_manager import StepTables
 
 KINDS = {  # KV heads, group, head size, window
     "prompts": (3, 3, 64, None),
@@ -26,18 +26,14 @@ class Repeated:
     def __init__(self, kind: str) -> None:
         heads, group, size, self.window = KINDS[kind]
         lengths = [20 + (173 * i * i + 61 * i) % 680 for i in range(40)]
-        segments, at = [], 0
-        for col, end in enumerate(lengths, start=1):
-            queries = 1 if kind == "decodes" else end
-            segments.append((at, queries, col, end))
-            at += queries
+        segments = packed([(1 if kind == "decodes" else end, end) for end in lengths])
+        tokens = sum(q_len for _, q_len, _, _ in segments)
         torch.manual_seed(0)
         shape = (len(lengths) + 1, ROWS, 2, heads, size)
         region = torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
         self.key, self.value = region[:, :, 0], region[:, :, 1]
-        self.query = torch.randn(at, heads * group, size, device="cuda", dtype=torch.bfloat16)
-        none = torch.empty(0, dtype=torch.int32, device="cuda")
-        self.tables = StepTables(torch.tensor(segments, dtype=torch.int32).cuda(), none, none)
+        self.query = torch.randn(tokens, heads * group, size, device="cuda", dtype=torch.bfloat16)
+        self.tables = tables_of_segments(segments)
         self.kernel, self.scale = TritonKernel(), size**-0.5
         self.first = self.attend()
         self.others = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -15,21 +15,13 @@ from vllm_kv_columns.attention_backend.triton import TritonKernel, TritonStep, f
 from vllm_kv_columns.kv_manager import StepTables
 
 from .dense import dense_attention
+from .triton_helpers import packed, tables_of_segments
 
 pytestmark = pytest.mark.gpu
 
 HEADS, GROUP, SIZE, DTYPE = 8, 4, 128, torch.bfloat16
 SCALE = SIZE**-0.5
 Segments = list[tuple[int, int, int, int]]
-
-
-def packed(lengths: list[tuple[int, int]]) -> Segments:
-    """Segments of (q_len, kv_end), one after the other, in columns 1, 2 .."""
-    segments, start = [], 0
-    for col, (q_len, kv_end) in enumerate(lengths, start=1):
-        segments.append((start, q_len, col, kv_end))
-        start += q_len
-    return segments
 
 
 def caches(cols: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,12 +33,6 @@ def caches(cols: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def queries(tokens: int) -> torch.Tensor:
     return torch.randn(tokens, HEADS * GROUP, SIZE, device="cuda", dtype=DTYPE)
-
-
-def tables_of(segments: Segments) -> StepTables:
-    none = torch.empty(0, dtype=torch.int32, device="cuda")
-    info = torch.tensor(segments, dtype=torch.int32, device="cuda").reshape(-1, 4)
-    return StepTables(info, none, none)
 
 
 @pytest.mark.parametrize("window", [None, 1024])
@@ -70,7 +56,7 @@ def test_errors_are_those_of_rounding(lengths: list[tuple[int, int]], window: in
     kernel = TritonKernel()
     longest = max(q_len for q_len, _ in lengths)
     step = kernel.prepare(
-        tables_of(segments), rows=rows, window=window, causal=True, max_q_len=longest
+        tables_of_segments(segments), rows=rows, window=window, causal=True, max_q_len=longest
     )
     kernel.attend(query, key_cache, value_cache, step, scale=SCALE, out=out)
     half_ulp = torch.finfo(DTYPE).eps / 2
@@ -232,7 +218,7 @@ def test_nothing_is_allocated_after_reserve() -> None:
     key, value = torch.randn(2, TOKENS, HEADS, SIZE, device="cuda", dtype=DTYPE)
     segments = packed([(1, 300), (200, 450), (2, 7), (20, 20)])
     numbers = torch.zeros(TOKENS, dtype=torch.int32, device="cuda")
-    tables = StepTables(tables_of(segments).seq_info, numbers, numbers.clone())
+    tables = StepTables(tables_of_segments(segments).seq_info, numbers, numbers.clone())
     kernel = TritonKernel()
     kernel.reserve(StepBounds(300, 64, HEADS * GROUP, HEADS, SIZE), torch.device("cuda"))
     starts, column = numbers[:5], numbers.reshape(-1, 1)
@@ -296,7 +282,7 @@ def test_a_column_beyond_31_bits_reads_and_writes_like_another(huge: torch.Tenso
 
     def attend(segments: Segments) -> torch.Tensor:
         out = torch.full_like(query, float("nan"))
-        step = kernel.prepare(tables_of(segments), rows=rows, window=None, causal=True)
+        step = kernel.prepare(tables_of_segments(segments), rows=rows, window=None, causal=True)
         kernel.attend(query, key_cache, value_cache, step, scale=SCALE, out=out)
         return out
 
@@ -312,7 +298,7 @@ def test_query_and_output_offsets_beyond_31_bits(huge: torch.Tensor) -> None:
     query = queries(51)
     wide[:, 0] = query
     wide[:, 1] = float("nan")
-    info = tables_of([(0, 1, 1, 700), (1, 45, 2, 600), (48, 3, 3, 64)]).seq_info
+    info = tables_of_segments([(0, 1, 1, 700), (1, 45, 2, 600), (48, 3, 3, 64)]).seq_info
     kernel, none = TritonKernel(), torch.empty(0, dtype=torch.int32, device="cuda")
     tables = StepTables(info, none, none)
     step = kernel.prepare(tables, rows=704, window=None, causal=True)
@@ -328,7 +314,8 @@ def test_ops_on_two_streams_do_not_disturb_each_other() -> None:
     for lengths in ([(1, 2000 - i) for i in range(40)], [(90, 1500), (1, 700)]):
         key_cache, value_cache = caches(len(lengths) + 1, 2048)
         query = queries(sum(q_len for q_len, _ in lengths))
-        arguments = (query, key_cache, value_cache, tables_of(packed(lengths)).seq_info, SCALE)
+        seq_info = tables_of_segments(packed(lengths)).seq_info
+        arguments = (query, key_cache, value_cache, seq_info, SCALE)
         cases.append((torch.cuda.Stream(), arguments, sdpa_varlen(*arguments)))
     torch.cuda.synchronize()
     outs = []

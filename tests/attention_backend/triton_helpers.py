@@ -30,6 +30,20 @@ def built(case: Case, device: torch.device) -> Tensors:
     )
 
 
+def packed(lengths: list[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+    """Segments of (q_len, kv_end), one after the other, in columns 1, 2 .."""
+    segments, start = [], 0
+    for col, (q_len, kv_end) in enumerate(lengths, start=1):
+        segments.append((start, q_len, col, kv_end))
+        start += q_len
+    return segments
+
+
+def tables_of_segments(segments: list[tuple[int, int, int, int]]) -> StepTables:
+    """On the GPU."""
+    return tables_of(torch.tensor(segments, dtype=torch.int32, device="cuda").reshape(-1, 4))
+
+
 def tables_of(seq_info: torch.Tensor) -> StepTables:
     none = torch.empty(0, dtype=torch.int32, device=seq_info.device)
     return StepTables(seq_info, none, none)
