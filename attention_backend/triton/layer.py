@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["LayerLaunch", "launch_schedule", "launch_write"]
 
 NO_WINDOW = 1 << 30  # beyond every position
-SCHEDULE_SEGMENTS = 128
+SCHEDULE_SEGMENTS, FEW_SEGMENTS = 128, 32  # looked at once; the code for few is half as long
 MERGED_NUMBERS, ZERO_ROWS = 2048, 16
 
 
@@ -63,7 +63,7 @@ def launch_schedule(
         BM_SHORT=cut.short_rows,
         BM_LONG=cut.long_rows,
         BE=GAP_ROWS,
-        BS=SCHEDULE_SEGMENTS,
+        BS=FEW_SEGMENTS if segments <= FEW_SEGMENTS else SCHEDULE_SEGMENTS,
         num_warps=8,
         **OPTIONS,
         **overlap(seq_info.device),

@@ -15,6 +15,21 @@ def _lengths(seq_info, info_s, info_c, seg, mask):
 
 
 @triton.jit
+def _first_tile(r, total, runs):
+    """r * total // runs, for less than 2 ** 15 runs without 64 bits, whose division is long."""
+    return total // runs * r + total % runs * r // runs
+
+
+@triton.jit
+def _run_of(tile, total, runs):
+    """The last run that begins at or before the tile: an estimate that is off by one at most."""
+    r = (tile.to(tl.float32) * (runs / tl.maximum(total, 1).to(tl.float32))).to(tl.int32)
+    r = tl.minimum(tl.maximum(r, 0), runs - 1)
+    r = tl.where(_first_tile(r, total, runs) > tile, r - 1, r)
+    return tl.where(_first_tile(r + 1, total, runs) <= tile, r + 1, r)
+
+
+@triton.jit
 def _cut(
     pid,
     seq_info,
@@ -37,7 +52,7 @@ def _cut(
     each then has as many segments as the others or each segment as many runs: of equal lengths,
     none or few are cut.
 
-    Less than 2 ** 31 tiles; products with a run's number may be more.
+    Less than 2 ** 31 tiles.
     """
     total = tl.full([], 0, tl.int32)
     segments = tl.full([], 0, tl.int32)
@@ -59,8 +74,8 @@ def _cut(
 
     r = pid * BE + tl.arange(0, BE)
     works = r < runs
-    begin = (r.to(tl.int64) * total // divisor).to(tl.int32)
-    end = ((r + 1).to(tl.int64) * total // divisor).to(tl.int32)
+    begin = _first_tile(r, total, divisor)
+    end = _first_tile(r + 1, total, divisor)
     last = end - 1
     # The segment of tile x is the first whose running sum exceeds x: count those that do not.
     seg_begin = tl.zeros([BE], tl.int32)
@@ -82,9 +97,8 @@ def _cut(
         end_last = tl.maximum(end_last, tl.max(tl.where(inside, ends, 0), 1))
         carry += tl.sum(n, 0)
 
-    # The run of tile x is the last that begins at or before it.
-    owner = ((base_begin.to(tl.int64) + 1) * runs - 1) // tl.maximum(total, 1)
-    last_run = (end_last.to(tl.int64) * runs - 1) // tl.maximum(total, 1)
+    owner = _run_of(base_begin, total, divisor)
+    last_run = _run_of(end_last - 1, total, divisor)
     parts = tl.where((end_last > end) & (base_last >= begin) & works, last_run - r + 1, 0)
 
     # What the segment is that a run begins with: who reads the run need not wait for that, too.

@@ -17,6 +17,7 @@ from .parts import finish, merge, zero_rows
 from .softmax import clear, weigh
 
 TILE_ROWS = gl.constexpr(64)  # of queries, what a warpgroup's product takes
+Q_ROWS = gl.constexpr(16)  # brought at once: a decode needs no more, and its code is often cold
 
 
 @gluon.jit
@@ -61,9 +62,8 @@ def consume(
     after_earlier_kernels(OVERLAP)
     let_later_kernels_start(OVERLAP)
 
-    q_row = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, io))
+    q_row = gl.arange(0, Q_ROWS, gl.SliceLayout(1, io))
     q_dim = gl.arange(0, D, gl.SliceLayout(0, io))
-    q_h_at = (head * G + q_row % G).to(gl.int64) * q_h
     s_query = gl.arange(0, TILE_ROWS, s_rows) // G
     none = gl.full([TILE_ROWS, BN], 0.0, gl.float32, s_layout)
 
@@ -74,10 +74,17 @@ def consume(
             tile, take, q_len, kv_end, rows, window, KEYS, BN, WINDOWED
         )
         q_len = gl.where(n_tiles > 0, q_len, 0)
-        token = q_start + q_row // G
-        q_at = query + (token.to(gl.int64) * q_t + q_h_at)[:, None] + q_dim[None, :]
-        inside = (q_row < q_len * G) & (token < T)
-        q_tile.store(gl.load(q_at, mask=inside[:, None], other=0.0))
+        # What lies in the tile's other rows, no row's result depends on.
+        for part in gl.static_range(TILE_ROWS // Q_ROWS):
+            if q_len * G > part * Q_ROWS:
+                row = q_row + part * Q_ROWS
+                token = q_start + row // G
+                at = token.to(gl.int64) * q_t + (head * G + row % G).to(gl.int64) * q_h
+                inside = (row < q_len * G) & (token < T)
+                rows_of_q = gl.load(
+                    query + at[:, None] + q_dim[None, :], mask=inside[:, None], other=0.0
+                )
+                q_tile.slice(part * Q_ROWS, Q_ROWS).store(rows_of_q)
         fence_async_shared()
 
         least = gl.full([TILE_ROWS], 0, gl.int32, s_rows)
