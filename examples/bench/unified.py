@@ -37,7 +37,7 @@ class UnifiedAttention(Backend):
         if device.type != "cuda":
             return f"it needs a CUDA device, not {device.type}"
         try:
-            from vllm.v1.attention.ops import triton_unified_attention as _  # noqa: F401
+            from vllm.v1.attention.ops import triton_unified_attention as _  # noqa: F401 tried, not used
         except Exception as error:  # a missing library raises what it likes
             return f"vllm.v1.attention.ops.triton_unified_attention cannot be imported ({error})"
         return None

@@ -2,6 +2,7 @@
 
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,11 +159,40 @@ def test_attention_compiles_for_hopper(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted functions are not compiled")
-def test_schedule_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [layer.FEW_SEGMENTS, layer.SCHEDULE_SEGMENTS])
+def test_schedule_compiles_for_hopper(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = parameters(128, torch.bfloat16, False, monkeypatch)
     cut: Cut = made.tiles.cut
     numbers = {"G": 4, "R": cut.runs, "MIN_TILES": cut.min_tiles, "BN": 64}
     numbers |= {"DRAFT_R": cut.second_runs}
-    blocks = {"BM_SHORT": 64, "BM_LONG": 128, "BE": 32, "BS": 128, "OVERLAP": True}
+    blocks = {"BM_SHORT": 64, "BM_LONG": 128, "BE": 32, "BS": at_once, "OVERLAP": True}
     options = {"num_warps": 8, "enable_fp_fusion": True}
     compile_for_hopper(schedule.make_schedule, numbers | blocks | options, "bf16")
+
+
+def test_runs_begin_where_64_bits_would_have_them_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 32 bits, and the run of a tile by an estimate; at the edges of runs and between them."""
+    numbers = SimpleNamespace(
+        int32=torch.int32,
+        float32=torch.float32,
+        maximum=lambda a, b: a.clamp(min=b),
+        minimum=lambda a, b: a.clamp(max=b),
+        where=torch.where,
+    )
+    first_tile, run_of = schedule._first_tile.fn, schedule._run_of.fn
+    monkeypatch.setattr(schedule, "tl", numbers)
+    monkeypatch.setattr(schedule, "_first_tile", first_tile)
+    rng = random.Random(0)
+    for _ in range(500):
+        count = rng.choice((1, 2, 33, 132, 264, rng.randint(1, 32767)))
+        total = rng.choice((count, rng.randint(count, 5 * count), rng.randint(count, 2**31 - 1)))
+        runs = torch.tensor(count, dtype=torch.int32)
+        in_32_bits = torch.tensor(total, dtype=torch.int32)
+        of_run = [rng.randrange(count) for _ in range(50)]
+        begin = [run * total // count for run in of_run]
+        made = first_tile(torch.tensor(of_run, dtype=torch.int32), in_32_bits, runs)
+        assert made.tolist() == begin
+        tiles = [max(0, tile - 1) for tile in begin] + begin
+        tiles += [rng.randrange(total) for _ in range(50)]
+        found = run_of(torch.tensor(tiles, dtype=torch.int32), in_32_bits, runs)
+        assert found.tolist() == [((tile + 1) * count - 1) // total for tile in tiles]

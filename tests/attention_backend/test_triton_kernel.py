@@ -222,7 +222,10 @@ def test_the_cut_is_even_complete_and_not_too_fine(heads: int, keys: int) -> Non
     assert buffers.live.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("count, runs, used", [(64, 33, 32), (3, 10, 9), (8, 8, 8), (9, 8, 8)])
+@pytest.mark.parametrize(
+    "count, runs, used",
+    [(64, 33, 32), (3, 10, 9), (8, 8, 8), (9, 8, 8), (32, 33, 32), (33, 33, 33), (300, 33, 30)],
+)
 def test_segments_of_equal_lengths_are_cut_as_little_as_can_be(
     count: int, runs: int, used: int
 ) -> None:

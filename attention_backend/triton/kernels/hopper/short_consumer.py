@@ -74,7 +74,7 @@ def consume(
             tile, take, q_len, kv_end, rows, window, KEYS, BN, WINDOWED
         )
         q_len = gl.where(n_tiles > 0, q_len, 0)
-        # What lies in the tile's other rows, no row's result depends on.
+        # No row's result depends on another row, so what is not brought may hold anything.
         for part in gl.static_range(TILE_ROWS // Q_ROWS):
             if q_len * G > part * Q_ROWS:
                 row = q_row + part * Q_ROWS
